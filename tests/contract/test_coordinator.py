@@ -26,7 +26,7 @@ from postroom.engine.agents.agent_operations import LETTERS_BYTES_A_READ_MAX, Ag
 from postroom.engine.agents.agent_sweeps import bounce
 from postroom.engine.agents.parts import PART_CELLS_A_READ_MAX
 from postroom.engine.rules.cells import INBOXES, LETTER_BODIES, LETTERS, PARTS, REQUESTS, Letter
-from postroom.engine.work.part_writer import PARTS_A_COMMIT_MAX
+from postroom.engine.work.context import PARTS_A_COMMIT_MAX
 from postroom.errors import InvalidMessage, TooMany
 from postroom.message import Event
 from postroom.stores.base import Listing
@@ -686,7 +686,7 @@ def test_a_purge_removes_chunks(url: str) -> None:
 
 
 def test_the_bytes_of_a_stream_are_limited(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.engine.work.part_writer.STREAM_BYTES_MAX", 100)
+    monkeypatch.setattr("postroom.engine.work.context.STREAM_BYTES_MAX", 100)
 
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:

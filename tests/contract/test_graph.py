@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from postroom import Advice, Adviser, Engine, Graph
+from postroom import Advice, Adviser, Engine
 from postroom.errors import GraphUnavailable, InvalidMessage, InvalidSetting, UnknownGoal, UnknownNode
 from postroom.goals.graph import branches
 from postroom.goals.graph.branches import BRANCHES, HISTORY, HISTORY_AT, MERGED, STAGED, UNDO
-from postroom.goals.graph.falkordb import _FalkorCells
+from postroom.goals.graph.falkordb import FalkorGraph, _FalkorCells
 from tests.engines import soon
 from tests.falkordbservers import FalkorServer
 from tests.graphplaces import database, engine, falkordb, place, postgres, run
@@ -330,7 +330,7 @@ def test_a_graph_that_does_not_answer_is_unavailable() -> None:
     ):
         run(engine, engine.graph.main().get("a"))
     with pytest.raises(InvalidSetting):
-        Graph.open("redis://127.0.0.1")
+        FalkorGraph("redis://127.0.0.1")
 
 
 # ---- a server that is killed ---------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import pytest
 
 from postroom import QueueFull, StaleLease, Tasks, UnknownTask, WrongState
 from postroom.calls.fields import JSON_DEPTH_MAX
-from postroom.contracts.tasks import task_retention
 from postroom.contracts.tasks import tasks as module
 from postroom.contracts.tasks.task_input import checked_terms
 from postroom.contracts.tasks.task_operations import NewTask, TaskOperations
@@ -889,7 +888,7 @@ def test_a_result_of_the_same_commit_is_not_yet_a_decision(tasks: Tasks) -> None
 def test_a_purge_is_not_run_inside_a_commit(
     url: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_retention, "PURGE_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "PURGE_EVERY_S", 0.0)
     tasks = Tasks.open(url, clock=clock)
     tasks.enqueue(agent="a", payload=1)
     [[task]] = tasks.run_many([lambda operations: operations.claim(checked_terms("a", 1, 60.0, None))])
@@ -965,7 +964,7 @@ def test_the_retention_can_be_set(url: str, clock: ManualClock) -> None:
 
 
 def test_claims_purge_expired_tasks(url: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task_retention, "PURGE_EVERY_CALLS", 5)
+    monkeypatch.setattr(module, "PURGE_EVERY_CALLS", 5)
     tasks = Tasks.open(url, clock=clock, retention=Retention(finished_s=1))
     for number in range(20):
         tasks.enqueue(agent="a", payload=number)

@@ -3,13 +3,13 @@
 Rule 1: a part of the engine takes those of these that it needs. Only what needs most of them takes the core.
 """
 
+from postroom.engine.additions import Additions
 from postroom.engine.commits import Commits
 from postroom.engine.message_input import Registry
 from postroom.engine.rules.policy import PAYLOAD_KEYS, REQUEST_TYPES, Policy
 from postroom.engine.rules.retention import Purge
 from postroom.engine.submits import Submits
 from postroom.engine.wakeups import Wakeups
-from postroom.engine.work.additions import Additions
 from postroom.engine.work.handlers import Handlers
 from postroom.stores.store import Store
 

@@ -13,8 +13,7 @@ from postroom.calls.fields import LETTERS_MAX
 from postroom.calls.submit import AttemptError
 from postroom.core.formats.jsoninput import ReadValue, decoded_value
 from postroom.core.times import epoch_ns_of, parse_utc, utc_text
-from postroom.engine.messages import checked_message_id, decode_body, message_of
-from postroom.engine.results import error_history
+from postroom.engine.messages import checked_message_id, decode_body, error_history, message_of
 from postroom.engine.rules import bodies
 from postroom.engine.rules.operations import Operations
 from postroom.errors import InvalidMessage, UnknownTask, WrongState, clipped, shown

@@ -6,8 +6,7 @@ from postroom.core.lifecycle import poison
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.core.tokens.tokens import Short
-from postroom.engine.messages import Body, body_of
-from postroom.engine.results import error_history
+from postroom.engine.messages import Body, body_of, error_history
 from postroom.engine.rules import ordering
 from postroom.engine.rules.admission import ALL
 from postroom.engine.rules.breakers import Breakers, service_called

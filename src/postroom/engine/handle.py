@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from postroom.engine.agents.parts import Position, read_on
 from postroom.engine.explanation import explain
-from postroom.engine.results import result_of
+from postroom.engine.messages import result_of
 from postroom.engine.rules.cells import Part
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from postroom.core.lifecycle import backpressure, breaker, lifecycle, poison
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.engine.dlq import original_message
-from postroom.engine.results import error_history
+from postroom.engine.messages import error_history
 from postroom.engine.rules.admission import ALL
 from postroom.engine.rules.cells import CIRCUITS, PAUSES, PRESSURES, SEPARATOR, Pressure, WorkerInfo
 from postroom.engine.rules.operations import Operations

@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import msgspec
 
-from postroom.calls.submit import CreatedBy, ResourceLimits
+from postroom.calls.submit import AttemptError, CreatedBy, ResourceLimits
 from postroom.core.goals.conflicts import Operation
 from postroom.core.lifecycle import versions
-from postroom.core.times import EPOCH, MICROSECOND
-from postroom.errors import UnknownTask, shown
-from postroom.message import ENGINE_PREFIX, Record
+from postroom.core.times import EPOCH, MICROSECOND, utc_text
+from postroom.errors import UnknownTask, failure_of, shown
+from postroom.message import ENGINE_PREFIX, Record, Stored
 
 NO_PAYLOAD: Final = msgspec.Raw(b"null")
 ID_BYTES: Final = 16
@@ -189,3 +189,25 @@ def message_of(
         operation=body.operation,
         extra=body.extra,
     )
+
+
+def result_of(stored: Stored) -> Any:
+    """The result of a message that has ended."""
+    if stored.record.state in ("COMPLETED", "EXECUTING", "DONE"):
+        return None if stored.result is None else msgspec.json.decode(stored.result)
+    raise failure_of(stored.record.message_id, stored.record.state, error_history(stored))
+
+
+def error_history(stored: Stored) -> list[AttemptError]:
+    """What went wrong, attempt by attempt."""
+    return [
+        {
+            "attempt": event.attempt,
+            "error_type": event.error_type,
+            "error": event.error,
+            "timestamp": utc_text(event.ts_us * 1000),
+            "worker_id": event.worker_id,
+        }
+        for event in stored.history
+        if event.error and event.kind in ("execution_failed", "lease_lapsed", "quarantined")
+    ]

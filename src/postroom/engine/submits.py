@@ -6,10 +6,10 @@ from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from postroom.calls.submit import SubmitFields
+from postroom.engine.additions import Additions
 from postroom.engine.commits import Commits
 from postroom.engine.message_input import Prepared, Registry
 from postroom.engine.rules.operations import Operations, Submitted
-from postroom.engine.work.additions import Additions
 from postroom.errors import GuardTripped, InvalidMessage, Overloaded, PostroomError
 from postroom.stores.store import Store
 

@@ -54,6 +54,23 @@ def _done(future: "asyncio.Future[None]") -> None:
         future.set_result(None)
 
 
+async def wait_for_event(event: asyncio.Event, timeout_s: float) -> bool:
+    """Whether an event is set within `timeout_s`.
+
+    Not `asyncio.wait_for`: Python 3.11 loses a cancellation there that comes together with the event.
+    """
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            return await event.wait()
+    return False
+
+
+def set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    """Set an event of a loop from any thread."""
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(event.set)
+
+
 class Wakeups:
     """Tells the coroutines of this process, and other processes, that there is something to look at."""
 

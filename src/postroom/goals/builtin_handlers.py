@@ -1,27 +1,71 @@
 """The built-in handlers of an engine: memory in the knowledge graph, and the background work of goals."""
 
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 import msgspec
 
+from postroom.core.names import is_name
 from postroom.engine.core import EngineCore
 from postroom.engine.inspection import info_of
 from postroom.engine.messages import Message
 from postroom.engine.rules.cells import SEPARATOR, HasCells
+from postroom.engine.rules.outcomes import Outcome
+from postroom.engine.rules.policy import Policy
 from postroom.engine.work.handlers import Handler
-from postroom.errors import Rejected, UnknownDecision, ValidationError
-from postroom.goals import decisions
+from postroom.errors import InvalidSetting, Rejected, UnknownDecision, ValidationError, shown
+from postroom.goals import decisions, internal
 from postroom.goals.goal_cells import STATES
 from postroom.goals.goals import Goals
 from postroom.goals.graph import branches
 from postroom.goals.graph.branches import Node
 from postroom.goals.graph.graph import Graphs, View
-from postroom.goals.hooks import Hooks
 from postroom.goals.internal import WORK
 from postroom.goals.recovery import Recovery
+from postroom.stores.transaction import Transaction
 
 FOUND_MAX: Final = 100
 LOOKED_MAX: Final = 10_000
+
+
+class Hooks:
+    """The hooks of one engine."""
+
+    def __init__(self) -> None:
+        self.functions: dict[str, dict[str, Callable[..., Any]]] = {}
+        """Message type -> name -> function."""
+
+    def check(self, type_name: str) -> None:
+        """Raise unless this is a message type."""
+        if not isinstance(type_name, str) or not is_name(type_name):
+            raise InvalidSetting(f"a message type is a name, not {shown(type_name)}")
+
+    def add(self, type_name: str, run: Callable[..., Any]) -> None:
+        """Run a function after each completed message of a type."""
+        name = getattr(run, "__name__", "")
+        if not callable(run) or not name:
+            raise InvalidSetting(f"a hook is a function with a name, not {shown(run)}")
+        self.functions.setdefault(type_name, {})[name] = run
+
+    def named(self, type_name: str, name: str) -> Callable[..., Any]:
+        """The function of a hook. Raises `ValidationError`."""
+        run = self.functions.get(type_name, {}).get(name)
+        if run is None:
+            raise ValidationError(f"there is no hook {name!r} for {type_name} in this process")
+        return run
+
+    def note_completed(
+        self, transaction: Transaction, policy: Policy, outcomes: Sequence[Outcome], stale: Collection[str]
+    ) -> None:
+        """Have the hooks of completed messages run after the commit."""
+        for outcome in outcomes if self.functions else ():
+            if outcome.kind != "completed" or outcome.message_id in stale:
+                continue
+            for name in self.functions.get(outcome.type, ()):
+                internal.go_on(
+                    transaction, policy, outcome.org_id, "hook",
+                    type=outcome.type, name=name, message_id=outcome.message_id,
+                )  # fmt: skip
 
 
 class BuiltIn:

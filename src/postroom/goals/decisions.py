@@ -7,6 +7,7 @@ Rule 3: the same choice for the same pattern, `LEARNED_AFTER` times in a row, be
         organization. It never applies to another organization.
 """
 
+from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 from msgspec.structs import replace
@@ -168,11 +169,14 @@ def _apply(transaction: Transaction, policy: Policy, decision: Decision) -> None
             if decision.by in ("person", "timeout"):
                 internal.go_on(transaction, policy, org_id, "complete", goal_id=subject["goal_id"])
         case "conflict":
-            from postroom.goals import registry  # noqa: PLC0415 - it imports this module
-
-            registry.ruled(transaction, policy, decision)
+            for note_ruling in on_ruling:
+                note_ruling(transaction, policy, decision)
         case _:
             pass
+
+
+on_ruling: Final[list[Callable[[Transaction, Policy, Decision], None]]] = []
+"""A conflict was decided."""
 
 
 def found(transaction: Transaction, decision_id: object) -> Decision:

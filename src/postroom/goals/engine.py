@@ -1,36 +1,48 @@
 """`Engine`: the global queue with goals, the knowledge graph, decisions, recovery, hooks and sandboxes."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from msgspec.structs import replace
 
 import postroom.goals.extensions  # noqa: F401 - it adds goals to the transactions of the engine
+from postroom.core.goals.advice import ReversalClass
+from postroom.core.tokens.tokens import Grant
 from postroom.engine.blocking import BlockingPart, waits
+from postroom.engine.core import EngineCore
 from postroom.engine.global_queue import Blocking, GlobalQueue
+from postroom.engine.handle import Wait
+from postroom.engine.inline import InlineCore
+from postroom.engine.messages import Message
 from postroom.engine.rules.policy import CONTROL_TYPES, Policy
+from postroom.engine.work.context import Context, ThreadContext
 from postroom.errors import InvalidMessage, shown
 from postroom.goals.advisers.adviser import Adviser
-from postroom.goals.advisers.dead_letters import AdvisedDeadLetters
-from postroom.goals.advisers.questions import keeps_priority
-from postroom.goals.builtin_handlers import BuiltIn
-from postroom.goals.context_provider import ContextProvider, GoalContextProvider
+from postroom.goals.advisers.questions import (
+    AdvisedDeadLetters,
+    context_of,
+    keeps_priority,
+    prompt_additions,
+    reversal_class_of,
+)
+from postroom.goals.builtin_handlers import BuiltIn, Hooks
+from postroom.goals.context_provider import TOKEN_BUDGET, BuiltContext, ContextProvider, GoalContextProvider
 from postroom.goals.decisions import Decisions
 from postroom.goals.goals import Goals
+from postroom.goals.graph.falkordb import FalkorGraph
 from postroom.goals.graph.graph import Graph, Graphs, LedgerGraph
-from postroom.goals.handler_context import HandlerContext
-from postroom.goals.hooks import Hooks
 from postroom.goals.recovery import Recovery
 from postroom.goals.registry import Conflicts
-from postroom.sandbox.pools import Sandboxes
+from postroom.sandbox.pools import BorrowedSandbox, Sandboxes
+from postroom.sandbox.sandbox import BlockingSandbox
+from postroom.stores.memory import MemoryStore
 from postroom.stores.open import open_store
 from postroom.stores.store import Store
 from postroom.system.clock import Clock
-
-if TYPE_CHECKING:
-    from postroom.goals.inline import InlineEngine
+from postroom.system.manual_clock import ManualClock
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -74,6 +86,81 @@ class BlockingEngine(Blocking):
         self.conflicts = BlockingConflicts(engine.conflicts, self.wait)
 
 
+class Sources(Protocol):
+    """Where a context gets its parts: an `Engine`."""
+
+    context_provider: ContextProvider
+    sandboxes: Sandboxes
+
+
+class HandlerContext(Context):
+    """One attempt of a message, for an `async` handler."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        core: EngineCore,
+        message: Message,
+        lease: int,
+        attempt: int,
+        grant: Grant | None = None,
+    ) -> None:
+        super().__init__(core, message, lease, attempt, grant)
+        self._sources = sources
+
+    async def goal_context(self) -> tuple[Any, int]:
+        """The context of the goal, and its version: see `engine.goals.context`."""
+        return await context_of(self._core.commits, self.message.goal_id, self.message.org_id)
+
+    async def build_context(self, token_budget: int = TOKEN_BUDGET) -> BuiltContext:
+        """What fits into a budget of tokens: see `ContextProvider`."""
+        return await self._sources.context_provider.build(self.message, token_budget)
+
+    def sandbox(self) -> BorrowedSandbox:
+        """A sandbox for the work of this message, in an `async with` block: see `engine.sandboxes`."""
+        return self._sources.sandboxes.sandbox(self.message)
+
+    async def prompt_additions(self) -> list[str]:
+        """What recovery has added to the prompt of the message's agent."""
+        return await prompt_additions(self._core.commits, self.message)
+
+    async def _reversal_class(self, key: str, reversal: Any) -> ReversalClass | None:
+        return await reversal_class_of(self._core.commits, self.message, key, reversal)
+
+    def in_thread(self, wait: Wait) -> "ThreadHandlerContext":
+        return ThreadHandlerContext(self, wait)
+
+
+class ThreadHandlerContext(ThreadContext):
+    """As `HandlerContext`, for a plain handler, which runs in a thread. Its calls block."""
+
+    _context: HandlerContext
+
+    def goal_context(self) -> tuple[Any, int]:
+        """As `HandlerContext.goal_context`."""
+        found: tuple[Any, int] = self._wait(self._context.goal_context())
+        return found
+
+    def build_context(self, token_budget: int = TOKEN_BUDGET) -> BuiltContext:
+        """As `HandlerContext.build_context`."""
+        built: BuiltContext = self._wait(self._context.build_context(token_budget))
+        return built
+
+    @contextmanager
+    def sandbox(self) -> Iterator[BlockingSandbox]:
+        """As `HandlerContext.sandbox`, for a `with` block."""
+        borrowed = self._context.sandbox()
+        sandbox = self._wait(borrowed.__aenter__())
+        try:
+            yield BlockingSandbox(sandbox, self._wait)
+        finally:
+            self._wait(borrowed.__aexit__())
+
+    def prompt_additions(self) -> list[str]:
+        """As `HandlerContext.prompt_additions`."""
+        return list(self._wait(self._context.prompt_additions()))
+
+
 class Engine(GlobalQueue):
     """The messages and goals of all organizations in one store, and the workers of this process."""
 
@@ -90,7 +177,7 @@ class Engine(GlobalQueue):
         rules = Policy() if policy is None else policy
         super().__init__(store, rules if adviser is None else replace(rules, adviser=adviser))
         commits = self.core.commits
-        place = Graph.open(graph) if isinstance(graph, str) else graph
+        place = FalkorGraph(graph) if isinstance(graph, str) else graph
         self._place = LedgerGraph(commits) if place is None else place
         self.dlq = AdvisedDeadLetters(commits)
         self.goals = Goals(commits, self.core.wakeups, self._place)
@@ -171,7 +258,7 @@ class Engine(GlobalQueue):
 
     def testing(self) -> "InlineEngine":
         """An engine in memory with the same handlers, which runs them inline on a clock that tests move."""
-        from postroom.goals.inline import InlineEngine  # noqa: PLC0415 - it imports this module
+        from postroom.goals.engine import InlineEngine  # noqa: PLC0415 - it imports this module
 
         return InlineEngine(self)
 
@@ -179,3 +266,26 @@ class Engine(GlobalQueue):
         """Close files and threads. The next call opens them again."""
         super().close()
         self._place.close()
+
+
+class InlineEngine(Engine):
+    """As `Engine`, with the handlers of another engine. `clock` is the clock that tests move."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.clock = ManualClock()
+        super().__init__(MemoryStore(clock=self.clock), engine.policy)
+        self._share(engine)
+
+    def _new_core(self, store: Store, policy: Policy) -> EngineCore:
+        self._inline = InlineCore(store, policy)
+        self._inline.clock = self.clock
+        return self._inline
+
+    async def drain(self) -> None:
+        """Run handlers until nothing can run without moving the clock."""
+        await self._inline.drain()
+
+    async def advance(self, seconds: float) -> None:
+        """Move the clock, and run what becomes due."""
+        self.clock.advance(seconds)
+        await self.drain()

@@ -3,8 +3,41 @@
 Rule 1: an operation is released before its goal goes on, because that may complete other messages.
 """
 
+from collections.abc import Mapping
+from typing import Any, Final
+
 from postroom.engine.rules import extensions
-from postroom.goals import goal_retention, progress, registry
+from postroom.engine.rules.cells import Kind
+from postroom.goals import decisions, progress, registry
+from postroom.goals.goal_cells import CONTEXTS, DECISIONS, MESSAGES, OPEN, STATES, USED
+from postroom.stores.transaction import Transaction
+
+KEPT_S: Final = 30 * 86_400.0
+PURGED_MAX: Final = 500
+MICROS_PER_S: Final = 1_000_000
+
+
+def purge(transaction: Transaction, after: Mapping[str, str]) -> dict[str, str]:
+    """Forget goals and decisions that ended long ago, some at a time. Returns the keys to continue from."""
+    before_us = transaction.wall_us - round(KEPT_S * MICROS_PER_S)
+    goals = STATES.scan(transaction, after.get(STATES.name, ""), PURGED_MAX)
+    for goal_id, goal in goals:
+        if 0 < goal.ended_us < before_us:
+            _forget_goal(transaction, goal_id)
+    taken = DECISIONS.scan(transaction, after.get(DECISIONS.name, ""), PURGED_MAX)
+    for key, decision in taken:
+        if 0 < decision.decided_us < before_us:
+            transaction.cells.put(DECISIONS.name, key, None)
+    seen: dict[str, list[tuple[str, Any]]] = {STATES.name: [*goals], DECISIONS.name: [*taken]}
+    return {name: found[-1][0] if len(found) == PURGED_MAX else "" for name, found in seen.items()}
+
+
+def _forget_goal(transaction: Transaction, goal_id: str) -> None:
+    kinds: tuple[Kind[Any], ...] = (CONTEXTS, MESSAGES, OPEN, USED)
+    for kind in kinds:
+        kind.drop_under(transaction, goal_id)
+    STATES.put(transaction, None, goal_id)
+
 
 extensions.on_submit.append(progress.check)
 extensions.on_accept.append(progress.accepted)
@@ -16,4 +49,5 @@ extensions.on_complete.extend([registry.completed, progress.completed])
 extensions.on_end.extend([registry.released, progress.ended])
 extensions.on_replay.append(progress.reopened)
 extensions.on_forget.append(progress.forgotten)
-extensions.on_purge.append(goal_retention.purge)
+extensions.on_purge.append(purge)
+decisions.on_ruling.append(registry.ruled)

@@ -6,7 +6,9 @@ import msgspec
 
 from postroom.core.goals.advice import Question, QuestionKind, ReversalClass, Tally
 from postroom.core.goals.conflicts import Operation
-from postroom.engine.rules.cells import Kind
+from postroom.engine.messages import Body
+from postroom.engine.rules.cells import Kind, joined
+from postroom.stores.transaction import Transaction
 
 GoalStateName: TypeAlias = Literal["ACTIVE", "MERGING", "COMPLETED", "FAILED", "ROLLING_BACK"]
 DecisionState: TypeAlias = Literal["asked", "waiting", "decided"]
@@ -179,3 +181,16 @@ WAITERS: Final = Kind("conflict.waiter", str)
 """Message id of an active operation, message id of a waiter -> message id of the waiter."""
 RULINGS: Final = Kind("conflict.ruling", str)
 """Message id, message id of the other operation -> the choice for the first message."""
+
+
+def join_goal(transaction: Transaction, org_id: str, body: Body, message_id: str) -> None:
+    """Count a message that names a goal as one of the goal, when that was started."""
+    goal = STATES.get(transaction, body.goal_id)
+    if goal is None or goal.org_id != org_id or goal.ended_us:
+        return
+    record = transaction.records.get(message_id)
+    if record is None:
+        return
+    MESSAGES.put(transaction, message_id, body.goal_id, record.seq)
+    GOAL_OF.put(transaction, joined(body.goal_id, body.task_id), message_id)
+    OPEN.put(transaction, True, body.goal_id, body.task_id, message_id)  # noqa: FBT003

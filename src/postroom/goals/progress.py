@@ -14,7 +14,7 @@ from postroom.core.goals import advice
 from postroom.core.goals.advice import ReversalClass, checked_reversal
 from postroom.engine.message_input import Prepared
 from postroom.engine.messages import Body, body_of
-from postroom.engine.rules.cells import SEPARATOR, Effect, joined
+from postroom.engine.rules.cells import SEPARATOR, Effect
 from postroom.engine.rules.policy import Policy
 from postroom.errors import GoalEnded
 from postroom.goals import internal, rollback
@@ -29,6 +29,7 @@ from postroom.goals.goal_cells import (
     Checkpoint,
     Goal,
     GoalEffect,
+    join_goal,
 )
 from postroom.goals.graph import branches
 from postroom.message import Record, Stored
@@ -55,20 +56,7 @@ def check(transaction: Transaction, messages: Sequence[Prepared]) -> None:
 def accepted(transaction: Transaction, message: Prepared, message_id: str) -> None:
     """A message was accepted."""
     if message.body.in_goal:
-        joined_goal(transaction, message.org_id, message.body, message_id)
-
-
-def joined_goal(transaction: Transaction, org_id: str, body: Body, message_id: str) -> None:
-    """A message names a goal. It belongs to the goal when that was started."""
-    goal = STATES.get(transaction, body.goal_id)
-    if goal is None or goal.org_id != org_id or goal.ended_us:
-        return
-    record = transaction.records.get(message_id)
-    if record is None:
-        return
-    MESSAGES.put(transaction, message_id, body.goal_id, record.seq)
-    GOAL_OF.put(transaction, joined(body.goal_id, body.task_id), message_id)
-    OPEN.put(transaction, True, body.goal_id, body.task_id, message_id)  # noqa: FBT003
+        join_goal(transaction, message.org_id, message.body, message_id)
 
 
 def completed(transaction: Transaction, policy: Policy, message_id: str, body: Body, _result: bytes) -> None:

@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from postroom.core.goals import advice
 from postroom.core.goals.advice import PERSON, RESTART, ROLLBACK
 from postroom.engine.commits import Commits
-from postroom.engine.messages import body_of
-from postroom.engine.results import error_history
+from postroom.engine.messages import body_of, error_history
 from postroom.engine.rules.cells import SEPARATOR
 from postroom.errors import GoalEnded, InvalidMessage, InvalidSetting, ValidationError
 from postroom.goals import decisions, internal, rollback

@@ -18,7 +18,7 @@ from postroom.core.lifecycle import lifecycle
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.engine.commits import Commits
 from postroom.engine.messages import Body, body_of, digest_of
-from postroom.engine.rules import ends, ordering
+from postroom.engine.rules import ordering, outcomes
 from postroom.engine.rules.cells import SEPARATOR
 from postroom.engine.rules.policy import Policy
 from postroom.goals import decisions, progress
@@ -149,7 +149,7 @@ class OperationRegistry:
         transaction = self._transaction
         if choice == "cancel":
             for step in transaction.apply(ByIds((record.message_id,)), lifecycle.cancel):
-                ends.ended(transaction, self._policy, step.record)
+                outcomes.ended(transaction, self._policy, step.record)
             return
         _stop_waiting(transaction, record.message_id)
         waiting = Waiting(

@@ -39,6 +39,7 @@ from postroom.goals.goal_cells import (
     GoalContext,
     GoalEffect,
     Rollback,
+    join_goal,
 )
 from postroom.goals.graph import branches
 from postroom.message import Record, Stored, org_of
@@ -328,8 +329,6 @@ def _submit_again(
     transaction: Transaction, policy: Policy, message_id: str, goal: Goal, plan: Rollback
 ) -> None:
     """Submit a root message of a restarted goal as a new message."""
-    from postroom.goals import progress  # noqa: PLC0415 - it imports this module
-
     stored = transaction.records.load(message_id)
     body = None if stored is None else body_of(stored.envelope.payload)
     if stored is None or body is None:
@@ -352,4 +351,4 @@ def _submit_again(
         "max_retries": stored.record.max_retries,
     }
     new = internal.insert(transaction, policy, fields)
-    progress.joined_goal(transaction, goal.org_id, body, new)
+    join_goal(transaction, goal.org_id, body, new)

@@ -23,10 +23,9 @@ from postroom.engine.rules.cells import Kind
 from postroom.engine.rules.policy import Guard, Policy
 from postroom.errors import GoalEnded, Rejected, RollbackRefused, ValidationError
 from postroom.goals.advisers.adviser import Adviser
-from postroom.goals.engine import Engine
+from postroom.goals.engine import Engine, InlineEngine
 from postroom.goals.goal_cells import EFFECTS, OPEN, PENDING, ROLLBACKS, UNDOES
 from postroom.goals.graph.branches import BRANCHES, HISTORY, STAGED, UNDO
-from postroom.goals.inline import InlineEngine
 from postroom.testing.events import check_consistency
 
 STEPS: Final = (8, 25)

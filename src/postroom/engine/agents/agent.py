@@ -1,4 +1,4 @@
-"""`Agent`: requests, streams and messages of one registered agent.
+"""`Agent`: requests, streams, messages and the inbox of one registered agent.
 
 Rule 1: the last part of an answer is acknowledged after the agent has it: when the iterator is asked for
         more, or closed.
@@ -7,19 +7,23 @@ Rule 2: a part that was read and not shown is not acknowledged.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Self, Unpack
+from functools import partial
+from typing import Any, Final, Protocol, Self, TypeVar, Unpack
+
+import msgspec
 
 from postroom.calls.submit import MessageOptions, Payload, SubmitFields
-from postroom.core.agents import FINAL_PARTS, Restart, joined_chunks
-from postroom.core.times import checked_seconds
+from postroom.core.agents import FINAL_PARTS, RECEIPTS, Receipt, Restart, joined_chunks
+from postroom.core.formats.jsoninput import ReadValue, decoded_value, raw_value
+from postroom.core.times import EPOCH, MICROSECOND, checked_seconds
 from postroom.engine.agents.agent_operations import AgentOperations
-from postroom.engine.agents.inbox import Inbox, SentMessage
 from postroom.engine.agents.parts import Position
+from postroom.engine.core import EngineCore
 from postroom.engine.message_input import Prepared
-from postroom.engine.results import result_of
-from postroom.engine.rules.cells import Part
+from postroom.engine.messages import result_of
+from postroom.engine.rules.cells import SEPARATOR, Letter, Part, joined
 from postroom.engine.rules.operations import Operations
 from postroom.errors import (
     Bounced,
@@ -31,10 +35,45 @@ from postroom.errors import (
     shown,
 )
 
-if TYPE_CHECKING:
-    from postroom.engine.agents.coordinator import Coordinator
+T = TypeVar("T")
 
 PARTS_WAITING_MAX: Final = 1_000  # parts that one reader has not taken; then no more are read for it
+
+
+class Home(Protocol):
+    """What an agent needs of its coordinator."""
+
+    core: EngineCore
+    id: str
+    epoch: int
+
+    @property
+    def wakeups(self) -> int:
+        """The number of wake-ups so far."""
+
+    async def write(self, work: Callable[[AgentOperations], T]) -> T:
+        """Run operations on agents in a commit."""
+
+    async def read(self, work: Callable[[AgentOperations], T]) -> T:
+        """Run operations on agents on one committed state."""
+
+    def look(self) -> None:
+        """Read answers as soon as possible."""
+
+    def add_reader(self, agent: "Agent", message_id: str, wakeups: int | None = None) -> "Reader":
+        """Begin to read an answer."""
+
+    def remove_reader(self, reader: "Reader") -> None:
+        """Stop reading an answer."""
+
+    def handed_over(self, agent: "Agent", message_id: str) -> None:
+        """The agent has the last part of an answer."""
+
+    def forget(self, agent: "Agent") -> None:
+        """Serve an agent no longer."""
+
+    async def wait_for_news(self, timeout_s: float) -> None:
+        """Return when something may have come for an agent, or after `timeout_s`."""
 
 
 class Reader:
@@ -71,13 +110,119 @@ class Reader:
         return part
 
 
+class SentMessage:
+    """A message that was sent to another agent."""
+
+    def __init__(self, coordinator: Home, message_id: str) -> None:
+        self._coordinator = coordinator
+        self.message_id = message_id
+
+    async def receipts(self) -> dict[Receipt, Any]:
+        """The receipts so far, each with its time. See `core.agents.RECEIPTS`."""
+        found = await self._coordinator.read(lambda agents: agents.receipts(self.message_id))
+        return {receipt: EPOCH + found[receipt] * MICROSECOND for receipt in RECEIPTS if receipt in found}
+
+
+class InboxMessage(msgspec.Struct, frozen=True):
+    """A message in an inbox."""
+
+    message_id: str
+    sender: str
+    payload: Any
+    is_bounce: bool
+    """Whether it is an answer that another agent never fetched; `payload` is the last part of the answer."""
+    reason: str
+    agent: Any
+    key: str
+
+    @property
+    def number(self) -> str:
+        """The position of the message in its inbox, which names it over HTTP."""
+        return self.key.rpartition(SEPARATOR)[2].lstrip("0")
+
+    async def done(self) -> None:
+        """The agent has acted on it: it leaves the inbox."""
+        await self.agent.coordinator.write(partial(_note, self.agent, [self.key], "acted_on"))
+
+
+class Inbox:
+    """The messages to one agent that it has not acted on."""
+
+    def __init__(self, agent: "Agent") -> None:
+        self._agent = agent
+        self._after = ""
+
+    def __await__(self) -> Generator[Any, None, list[InboxMessage]]:
+        return self._all().__await__()
+
+    async def page(self, after: str = "") -> list[InboxMessage]:
+        """Up to `LETTERS_A_READ_MAX` messages behind the one with this `number`. Long ones stay JSON."""
+        agent = self._agent
+        self._after = joined(agent.org_id, agent.agent_id, int(after)) if after else ""
+        found = await self._page(raw_value)
+        await self._show(found)
+        return found
+
+    async def _all(self) -> list[InboxMessage]:
+        found: list[InboxMessage] = []
+        while page := await self._page():
+            found += page
+        await self._show(found)
+        return found
+
+    async def __aiter__(self) -> AsyncIterator[InboxMessage]:
+        coordinator = self._agent.coordinator
+        while True:
+            for message in await self._page():
+                await self._show([message])
+                yield message
+            if not await self._has_more():
+                await coordinator.wait_for_news(coordinator.core.wakeups.look_again_s)
+
+    async def _has_more(self) -> bool:
+        agent, after = self._agent, self._after
+        found = await agent.coordinator.read(
+            lambda agents: agents.letters(agent.org_id, agent.agent_id, after)
+        )
+        return bool(found)
+
+    async def _page(self, read_value: ReadValue = decoded_value) -> list[InboxMessage]:
+        """The next messages. Their senders get the receipt `fetched`."""
+        agent, after = self._agent, self._after
+
+        def read(agents: AgentOperations) -> list[tuple[str, Letter]]:
+            agents.held(agent.org_id, agent.agent_id, agent.session)
+            return agents.letters(agent.org_id, agent.agent_id, after, read_value)
+
+        found = await agent.coordinator.read(read)
+        if not found:
+            return []
+        self._after = found[-1][0]
+        await agent.coordinator.write(partial(_note, agent, [key for key, _ in found], "fetched"))
+        return [
+            InboxMessage(
+                letter.message_id, letter.sender, letter.body, letter.is_bounce, letter.reason, agent, key
+            )
+            for key, letter in found
+        ]
+
+    async def _show(self, messages: list[InboxMessage]) -> None:
+        if messages:
+            keys = [message.key for message in messages]
+            await self._agent.coordinator.write(partial(_note, self._agent, keys, "shown"))
+
+
+def _note(agent: "Agent", keys: list[str], receipt: Receipt, agents: AgentOperations) -> None:
+    agents.note_receipt(agent.org_id, agent.agent_id, agent.session, keys, receipt)
+
+
 class Agent:
     """One registered agent. Its calls raise `AgentReplaced` once the same id was registered again."""
 
     __slots__ = ("agent_id", "coordinator", "is_local", "org_id", "reading", "session", "shown")
 
     def __init__(
-        self, coordinator: "Coordinator", org_id: str, agent_id: str, session: int, *, is_local: bool = True
+        self, coordinator: Home, org_id: str, agent_id: str, session: int, *, is_local: bool = True
     ) -> None:
         self.coordinator = coordinator
         self.org_id = org_id
@@ -110,7 +255,7 @@ class Agent:
         the late answer is kept for `resume`.
         """
         stream = self.stream(type=type, payload=payload, timeout_s=timeout_s, restart="replace", **fields)
-        return await joined(stream)
+        return await join(stream)
 
     def stream(
         self,
@@ -335,7 +480,7 @@ class AnswerStream:
         self.close()
 
 
-async def joined(stream: AnswerStream) -> Any:
+async def join(stream: AnswerStream) -> Any:
     """The answer as one value. Raises `MessageFailed`."""
     chunks: list[Any] = []
     async for part in stream:

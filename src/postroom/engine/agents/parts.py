@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from postroom.core.agents import Cursor, joined_chunks, judge, moved
 from postroom.core.lifecycle import lifecycle
 from postroom.core.times import utc_text
-from postroom.engine.results import result_of
+from postroom.engine.messages import result_of
 from postroom.engine.rules.cells import PARTS, SEPARATOR, Part, joined
 from postroom.engine.rules.operations import Operations
 from postroom.errors import InvalidMessage, MessageFailed, UnknownTask

@@ -18,7 +18,7 @@ from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.tokens.token_rules import TokenRules
 from postroom.core.tokens.tokens import QUEUE_LOOK_NS, Grant, Short
 from postroom.engine.messages import Body, body_of
-from postroom.engine.rules import ends, ordering
+from postroom.engine.rules import ordering, outcomes
 from postroom.engine.rules.breakers import Breakers, Service, service_called
 from postroom.engine.rules.cells import CIRCUITS, PARKED, PAUSES, SCAN_MAX, SEPARATOR
 from postroom.engine.rules.extensions import on_claim
@@ -270,7 +270,7 @@ class Claims:
 
     def _end(self, record: Record, decide: Callable[[Record, Moment], Step]) -> None:
         [step] = self._transaction.apply(ByIds((record.message_id,)), decide)
-        ends.ended(self._transaction, self._policy, step.record)
+        outcomes.ended(self._transaction, self._policy, step.record)
 
     def _quarantine(self, record: Record) -> None:
         said = f"its own process died {poison.own_deaths(record)} times"

@@ -13,10 +13,11 @@ from msgspec.structs import replace
 
 from postroom.core.goals.advice import ReversalClass
 from postroom.core.lifecycle import lifecycle
+from postroom.core.names import scoped, unscoped
 from postroom.core.tokens.provider_headers import Observed
 from postroom.engine.message_input import Prepared, stored
 from postroom.engine.messages import body_of, checked_message_id, digest_of, unknown_message
-from postroom.engine.rules import bodies, ends, ordering, storage
+from postroom.engine.rules import bodies, ordering, outcomes, storage
 from postroom.engine.rules.admission import ALL, Admission
 from postroom.engine.rules.cells import (
     DEPENDANTS,
@@ -44,7 +45,6 @@ from postroom.engine.rules.extensions import (
     on_replay,
     on_submit,
 )
-from postroom.engine.rules.given_ids import with_stored_ids
 from postroom.engine.rules.outcomes import Outcome, Outcomes
 from postroom.engine.rules.policy import Policy
 from postroom.engine.rules.token_budgets import TokenBooks, note_dependant
@@ -60,7 +60,7 @@ from postroom.errors import (
 )
 from postroom.message import ENGINE_PREFIX, Moment, Record, State, Step, Stored, org_of
 from postroom.stores.base import PURGE_BATCH_MAX, ByIds, Ending, Limits, Listing
-from postroom.stores.transaction import Accepted, Decide, Transaction
+from postroom.stores.transaction import Accepted, Decide, Transaction, reserved_id
 
 MICROS_PER_S = 1_000_000
 WORKER_LOST_S = 30.0  # after which a worker that does not report is not counted
@@ -312,7 +312,7 @@ class Operations:
         """Cancel a message. A running handler learns of it within a second."""
         self.loaded(message_id)
         for step in self.transaction.apply(ByIds((message_id,)), lifecycle.cancel):
-            ends.ended(self.transaction, self._policy, step.record)
+            outcomes.ended(self.transaction, self._policy, step.record)
             if self._books is not None:
                 self._books.settle_all(event.lease for event in step.events if event.lease)
 
@@ -389,7 +389,7 @@ class Operations:
         """Lapse, wake and expire overdue messages; returns how many."""
         steps = self.transaction.apply(Ending("expiry", self.transaction.steady_ns, limit), _expire)
         for step in steps:
-            ends.ended(self.transaction, self._policy, step.record)
+            outcomes.ended(self.transaction, self._policy, step.record)
         count = self.transaction.put_back(limit) + len(steps)
         if self._books is not None:
             self._books.sweep()
@@ -466,3 +466,69 @@ def _renewal(lease: int) -> Decide:
 def _scope(org_id: str, type_name: str) -> str:
     of_type = f"type {type_name}" if type_name else "all types"
     return f"{of_type} of {f'organization {org_id}' if org_id else 'all organizations'}"
+
+
+def with_stored_ids(
+    transaction: Transaction, messages: Sequence[Prepared]
+) -> tuple[list[Prepared], set[str]]:
+    """Messages with the ids that the store has, or will have, and the ids of these that it has already."""
+    if not any(map(_names_ids, messages)):
+        return [*messages], set()
+    asked = _asked(transaction, messages)
+    queues = {message_id: record.queue for message_id, record in transaction.records.get_many(asked).items()}
+    known = set(queues)
+    own_ids = [_own_id(transaction, message, queues) for message in messages]
+    found = []
+    for message, message_id in zip(messages, own_ids, strict=True):
+        ids = message_id, _parent_id(message, queues)
+        if ids != (message.envelope.message_id, message.envelope.parent_message_id):
+            envelope = replace(message.envelope, message_id=ids[0], parent_message_id=ids[1])
+            message = replace(message, envelope=envelope)  # noqa: PLW2901
+        found.append(message)
+    return found, known
+
+
+def _names_ids(message: Prepared) -> bool:
+    return bool(message.envelope.message_id or message.envelope.parent_message_id)
+
+
+def _asked(transaction: Transaction, messages: Sequence[Prepared]) -> list[str]:
+    """The ids that the given ones may stand for. Those of parents that the store made stay as they are."""
+    asked: dict[str, None] = {}
+    for message in messages:
+        envelope = message.envelope
+        if envelope.message_id:
+            asked |= dict.fromkeys(_forms(message.org_id, envelope.message_id))
+        parent = envelope.parent_message_id
+        if parent and parent.isascii() and not transaction.is_reserved(parent):
+            asked |= dict.fromkeys(_forms(message.org_id, parent))
+    return [*asked]
+
+
+def _forms(org_id: str, given: str) -> tuple[str, str]:
+    plain = unscoped(org_id, given)
+    return plain, scoped(org_id, plain)
+
+
+def _own_id(transaction: Transaction, message: Prepared, queues: dict[str, str]) -> str:
+    """The id of a message. It is noted in `queues`, because another message of the batch may name it."""
+    given, queue = message.envelope.message_id, message.envelope.queue
+    if not given:
+        return ""
+    plain, within = _forms(message.org_id, given)
+    if queues.get(plain) == queue:
+        return plain
+    if transaction.is_reserved(plain):
+        raise reserved_id(plain)
+    message_id = plain if given == plain and plain not in queues and within not in queues else within
+    queues[message_id] = queue
+    return message_id
+
+
+def _parent_id(message: Prepared, queues: dict[str, str]) -> str:
+    parent, queue = message.envelope.parent_message_id, message.envelope.queue
+    if parent:
+        for each in _forms(message.org_id, parent):
+            if queues.get(each) == queue:
+                return each
+    return parent

@@ -15,10 +15,10 @@ from postroom.core.tokens.provider_headers import Observed
 from postroom.core.tokens.token_rules import TokenRules
 from postroom.core.tokens.tokens import Grant
 from postroom.engine.messages import Body
-from postroom.engine.rules import ends, ordering, storage
+from postroom.engine.rules import ordering, storage
 from postroom.engine.rules.breakers import Breakers, Service
 from postroom.engine.rules.cells import GOALS, GoalUse
-from postroom.engine.rules.extensions import on_complete, on_release
+from postroom.engine.rules.extensions import on_complete, on_end, on_release
 from postroom.engine.rules.policy import Policy
 from postroom.engine.rules.token_budgets import NOTHING, Spent, TokenBooks
 from postroom.errors import StaleLease, UnknownTask, WrongState
@@ -214,7 +214,7 @@ class Outcomes:
         steps = self.transaction.apply(ByIds((outcome.message_id,)), decide)
         for step in steps:
             if step.record.state in lifecycle.ENDED:
-                ends.ended(self.transaction, self._policy, step.record)
+                ended(self.transaction, self._policy, step.record)
             else:
                 for note_release in on_release:
                     note_release(self.transaction, self._policy, step.record)
@@ -241,3 +241,10 @@ def _spent(outcome: Outcome, rules: TokenRules | None) -> dict[str, Any]:
     if outcome.service:
         facts["service"] = outcome.service.name
     return {name: value for name, value in facts.items() if value}
+
+
+def ended(transaction: Transaction, policy: Policy, record: Record) -> None:
+    """A message has ended without a result."""
+    ordering.ended(transaction, record)
+    for note_end in on_end:
+        note_end(transaction, policy, record)

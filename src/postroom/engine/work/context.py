@@ -1,22 +1,23 @@
 """What a handler gets besides its message: progress, streams, effects, children, cancellation."""
 
+import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, Unpack
 
 from postroom.calls.submit import ChildFields, Payload, SubmitFields
 from postroom.contracts.tasks.task_input import checked_text, encoded
 from postroom.core.goals.advice import REVERSAL_CLASSES, ReversalClass, checked_reversal
+from postroom.core.times import utc_text
 from postroom.core.tokens.provider_headers import observed
 from postroom.core.tokens.tokens import Grant
 from postroom.engine.handle import BlockingHandle, Handle, Wait
 from postroom.engine.messages import Message
-from postroom.engine.rules.cells import Effect
-from postroom.engine.rules.operations import Operations
+from postroom.engine.rules.cells import Effect, Part
+from postroom.engine.rules.operations import PARTS_MAX, STREAM_BYTES_MAX, Operations
 from postroom.engine.rules.outcomes import Usage
-from postroom.engine.work.part_writer import PartWriter
 from postroom.errors import EffectUnknown, InvalidMessage, TokensExhausted, ValidationError, shown
 
 if TYPE_CHECKING:
@@ -29,6 +30,79 @@ EFFECT_BYTES_MAX = 64 * 1024
 USAGE_MAX = 10**12  # tokens or US dollars of one call of `usage`
 _UNCERTAIN = (TimeoutError, ConnectionError)
 """Errors of an effect that leave open whether it happened."""
+
+
+PARTS_A_COMMIT_MAX: Final = 64
+
+
+class PartWriter:
+    """The parts of one attempt."""
+
+    def __init__(self, core: "EngineCore", message_id: str, lease: int, attempt: int) -> None:
+        self._core = core
+        self._message_id = message_id
+        self._lease = lease
+        self.attempt = attempt
+        self._pending: list[Part] = []
+        self._stored = 0
+        self._bytes = 0
+        self._task: asyncio.Task[None] | None = None
+        self._error: Exception | None = None
+        self.chunks = 0
+        self.waits = False
+        """Whether each call returns after the commit: in a process whose event loop ends with the call."""
+
+    async def add(self, kind: str, **facts: Any) -> None:
+        """Send a part."""
+        self._raise_error()
+        if self._stored + len(self._pending) >= PARTS_MAX:
+            raise InvalidMessage(f"one attempt may send at most {PARTS_MAX} progress reports and chunks")
+        timestamp = utc_text(self._core.store.wall_us() * 1000)
+        part = Part(self._message_id, kind, timestamp, attempt=self.attempt, **facts)
+        self._count_bytes(part)
+        self._pending.append(part)
+        self.chunks += kind == "stream_chunk"
+        if self._task is None:
+            self._task = asyncio.create_task(self._store_all())
+            await asyncio.sleep(0)  # lets the task begin, even if the handler never awaits anything else
+        if self.waits or len(self._pending) >= PARTS_A_COMMIT_MAX:
+            await self.flush()
+
+    def _count_bytes(self, part: Part) -> None:
+        size = len(encoded("a chunk", part.chunk)) if part.chunk is not None else len(part.message)
+        if self._bytes + size > STREAM_BYTES_MAX:
+            raise InvalidMessage(f"the chunks of one attempt may have at most {STREAM_BYTES_MAX} bytes")
+        self._bytes += size
+
+    async def flush(self) -> None:
+        """Wait until every part is stored."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+        self._raise_error()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _store_all(self) -> None:
+        try:
+            while self._pending:
+                parts, self._pending = self._pending[:PARTS_A_COMMIT_MAX], self._pending[PARTS_A_COMMIT_MAX:]
+                await self._core.commits.write(
+                    partial(_add, self._message_id, self._lease, parts, self._stored), makes_room=True
+                )
+                self._core.wakeups.wake_waiting([self._message_id])
+                self._core.wakeups.wake_readers()
+                self._stored += len(parts)
+        except Exception as error:  # noqa: BLE001 - the handler gets it
+            self._error = error
+            self._pending.clear()
+        finally:
+            self._task = None
+
+
+def _add(message_id: str, lease: int, parts: list[Part], first: int, operations: Operations) -> None:
+    operations.add_parts(message_id, lease, parts, first)
 
 
 class EffectOptions(TypedDict, total=False):

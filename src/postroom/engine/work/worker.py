@@ -24,6 +24,7 @@ import msgspec
 
 from postroom.core.formats.jsoninput import decoded_value
 from postroom.core.lifecycle.fairness import Rotation
+from postroom.engine.additions import noted
 from postroom.engine.messages import Message, message_of
 from postroom.engine.rules import bodies
 from postroom.engine.rules.bodies import Apart
@@ -31,7 +32,7 @@ from postroom.engine.rules.cells import WorkerInfo
 from postroom.engine.rules.claims import Claimed, Claims
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.outcomes import Outcome
-from postroom.engine.telemetry import noted
+from postroom.engine.wakeups import set_soon, wait_for_event
 from postroom.engine.work.batches import Batches, only_result
 from postroom.engine.work.context import Context
 from postroom.engine.work.handlers import (
@@ -48,7 +49,6 @@ from postroom.engine.work.handlers import (
 )
 from postroom.engine.work.isolation import ProcessDied, limit_memory, needs_process, run_alone
 from postroom.engine.work.relay import Line, RelayedCalls, serve
-from postroom.engine.work.waits import set_soon, wait_for_event
 from postroom.errors import (
     PostroomError,
     SandboxUnavailable,

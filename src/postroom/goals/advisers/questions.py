@@ -1,10 +1,12 @@
 """Questions to the adviser whose answers a running handler or a worker waits for."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final, TypeAlias, TypedDict, Unpack
 
 from postroom.core.goals import advice
 from postroom.core.goals.advice import Advice, Question, ReversalClass
 from postroom.engine.commits import Commits
+from postroom.engine.dlq import DeadLetter, DeadLetters, LetterFilters
 from postroom.engine.messages import Message
 from postroom.errors import Unavailable, UnknownGoal
 from postroom.goals import decisions, rollback
@@ -97,3 +99,61 @@ async def prompt_additions(commits: Commits, message: Message) -> list[str]:
     return await commits.read(
         lambda operations: PROMPTS.get(operations.transaction, message.org_id, message.agent_id) or []
     )
+
+
+class Pattern(TypedDict):
+    """Dead letters of one type and error."""
+
+    type: str
+    error_type: str
+    error: str
+    count: int
+    is_poison: bool
+
+
+class AdvisedPattern(Pattern):
+    """What the adviser says about dead letters of one type and error."""
+
+    advice: str
+    reasoning: str
+    message_ids: list[str]
+
+
+Patterns: TypeAlias = list[AdvisedPattern]
+
+PATTERNS_MAX: Final = 100
+EXAMPLES_MAX: Final = 5
+
+
+class AdvisedDeadLetters(DeadLetters):
+    """Dead letters, and what to do about them."""
+
+    async def patterns(self, **filters: Unpack[LetterFilters]) -> Patterns:
+        """What the adviser says about dead letters of the same type and error: keep, replay or purge."""
+        found = []
+        for (kind, error_type), alike in _groups(await self.list(**filters))[:PATTERNS_MAX]:
+            last = alike[-1].error_history[-1:]
+            pattern = Pattern(
+                type=kind,
+                error_type=error_type,
+                error=last[0]["error"] if last else "",
+                count=len(alike),
+                is_poison=any(letter.state == "QUARANTINED" for letter in alike),
+            )
+            question = advice.question("dead_letter", {**pattern}, pattern=f"{kind} {error_type}")
+            said, _ = await said_at_once(self._commits, question)
+            examples = [letter.message_id for letter in alike[:EXAMPLES_MAX]]
+            found.append(
+                AdvisedPattern(**pattern, advice=said.choice, reasoning=said.reasoning, message_ids=examples)
+            )
+        return found
+
+
+def _groups(letters: Sequence[DeadLetter]) -> list[tuple[tuple[str, str], list[DeadLetter]]]:
+    """Dead letters by type and error type."""
+    groups: dict[tuple[str, str], list[DeadLetter]] = {}
+    for letter in letters:
+        error_type = letter.error_history[-1]["error_type"] if letter.error_history else letter.state
+        kind = str(letter.original_message.get("type", ""))
+        groups.setdefault((kind, error_type), []).append(letter)
+    return list(groups.items())

@@ -8,7 +8,7 @@ from postroom.core.goals.merge import Edge
 from postroom.core.names import checked_name
 from postroom.engine.commits import Commits
 from postroom.engine.rules.cells import HasCells
-from postroom.errors import InvalidSetting, UnknownGoal
+from postroom.errors import UnknownGoal
 from postroom.goals.graph import branches
 from postroom.goals.graph.branches import (
     Node,
@@ -37,17 +37,6 @@ class Graph(ABC):
 
     def close(self) -> None:  # noqa: B027 - only for a graph with a connection
         """Close the connection. The next call opens it again."""
-
-    @staticmethod
-    def open(url: str) -> "Graph":
-        """The graph of `falkordb://host:port/name`."""
-        if not isinstance(url, str) or not url.startswith("falkordb://"):
-            raise InvalidSetting(
-                f"a graph is named by text such as falkordb://127.0.0.1:6379/name, not {url!r}"
-            )
-        from postroom.goals.graph.falkordb import FalkorGraph  # noqa: PLC0415 - it needs an extra
-
-        return FalkorGraph(url)
 
 
 class LedgerGraph(Graph):

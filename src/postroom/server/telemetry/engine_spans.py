@@ -18,12 +18,12 @@ from opentelemetry.metrics import CallbackOptions, Meter, Observation
 from opentelemetry.trace import Link, Span, SpanKind, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from postroom.engine.additions import NoteOutcome, Submit
 from postroom.engine.global_queue import GlobalQueue
 from postroom.engine.inspection import EngineStatus, status_of
 from postroom.engine.rules.claims import Claimed
 from postroom.engine.rules.operations import Operations, Submitted
 from postroom.engine.rules.outcomes import Outcome
-from postroom.engine.telemetry import NoteOutcome, Submit
 from postroom.errors import PostroomError
 from postroom.message import ENGINE_PREFIX
 from postroom.server.telemetry.child_spans import ChildSpans
