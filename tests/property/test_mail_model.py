@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from postroom.contracts.mail import subscriptions
+from postroom.contracts.mail.options import MailLimits
 from postroom.logs import mail_log
 from tests.mailservice import CREATE, MSG, FakeLink, Harness
 from tests.quick import QUICK
@@ -44,12 +44,13 @@ class Message:
 
 class Mailboxes(RuleBasedStateMachine):
     NORMAL = "memory"
+    SERVICE_LIMITS = MailLimits()
 
     def __init__(self) -> None:
         super().__init__()
         self.top = Path(tempfile.mkdtemp(prefix="mail-model-", dir=QUICK))
         self.folders = 0
-        self.harness = Harness(self.top / "0", normal=self.NORMAL)
+        self.harness = Harness(self.top / "0", normal=self.NORMAL, limits=self.SERVICE_LIMITS)
         self.caller = FakeLink()
         self.now = 0.0
         self.ends: dict[str, float] = {}
@@ -202,7 +203,7 @@ class Mailboxes(RuleBasedStateMachine):
         folder = self.top / str(self.folders)
         shutil.copytree(self.top / str(self.folders - 1), folder)
         before = self.harness
-        self.harness = Harness(folder, normal=self.NORMAL)
+        self.harness = Harness(folder, normal=self.NORMAL, limits=self.SERVICE_LIMITS)
         self.harness.service.close()
         self.harness.clock = before.clock
         self.harness.service = self.harness.opened()
@@ -245,12 +246,12 @@ class SmallSteps(Mailboxes):
     """
 
     NORMAL = "os"
+    SERVICE_LIMITS = MailLimits(replay_step=2)
     LIMITS = (
         (mail_log, "SEGMENT_BYTES_MAX", 300),
         (mail_log, "COMPACT_FROM_BYTES", 500),
         (mail_log, "COMPACT_FACTOR", 0),
         (mail_log, "COMPACT_STEP_RECORDS", 2),
-        (subscriptions, "REPLAY_STEP", 2),
     )
 
     def __init__(self) -> None:
