@@ -421,7 +421,7 @@ class TaskClient(HttpClient):
         """Call `handler` with every task, until SIGTERM, SIGINT or `stop()`.
 
         The handler's return value is the decision; its exception is the failure. It may be an async function.
-        It runs in a thread of its own, with heartbeats beside it. A handler that raises `StopWork` ends the
+        It runs in a thread of its own, and heartbeats in another. A handler that raises `StopWork` ends the
         worker. `on_end` is called after each task, in the handler's thread.
 
         An idle worker waits in a long poll at the harness. With a `nudge_port` it waits for `POST /task` at

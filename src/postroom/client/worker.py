@@ -57,7 +57,7 @@ class Task:
     lost: threading.Event = field(default_factory=threading.Event, repr=False)
 
 
-class Harness(Protocol):
+class TaskCalls(Protocol):
     """The calls of a client that a worker makes."""
 
     poll_every_s: float
@@ -133,7 +133,7 @@ class Worker:
 
     def __init__(
         self,
-        client: Harness,
+        client: TaskCalls,
         handler: Callable[[Task], Any],
         claim: Callable[[float, LongPolls], list[Task]],
         *,

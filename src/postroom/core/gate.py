@@ -40,7 +40,7 @@ or admin, and admins of all organizations all that is not for a member or maker.
 
 
 class Allowed(Protocol):
-    """The permissions of a token, beside its role."""
+    """The permissions of a token, besides its role."""
 
     @property
     def may_claim(self) -> tuple[str, ...]: ...

@@ -52,7 +52,7 @@ def load(shell: Shell, /, data: Path | None, **terms: Any) -> None:
     """Send messages at a fixed rate, and print how long those of each priority waited.
 
     One worker in this process handles each message in 5 ms. A latency is the time from the submit to the
-    start of the handler; its 99th percentile is shown beside the target: P0 10 ms, P1 50, P2 100, P3 500.
+    start of the handler; its 99th percentile is shown next to the target: P0 10 ms, P1 50, P2 100, P3 500.
     The store is a new one in a temporary folder, unless --data names another.
 
     \b

@@ -62,7 +62,7 @@ def work(
     The app is a module with an `Engine`, looked for in the current folder, too. A worker that dies is started
     again, and its messages run again at once. The number of workers follows the backlog. After SIGTERM no
     worker claims any more; what runs has 30 s to finish, and the rest is released. With
-    Policy(agents=AgentRules(program=...)), the programs of agents that messages spawn run beside the workers.
+    Policy(agents=AgentRules(program=...)), the programs of agents that messages spawn run next to workers.
 
     \b
     Example:

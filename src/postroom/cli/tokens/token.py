@@ -73,8 +73,8 @@ def _names_option(
 @click.option("--agent", default="", metavar="NAME", help="The agent that it acts for. An agent needs one.")
 @click.option("--expires-s", type=parse_wait, metavar="S", help="How long it is valid.  [default: for ever]")
 @_names_option("--may-send-to", "An agent that it may send tasks to.", "builder")
-@_names_option("--may-claim", "An agent whose tasks it may claim, beside its own.", "builder")
-@_names_option("--may-read", "An agent whose tasks it may read, beside its own.", "critic")
+@_names_option("--may-claim", "An agent whose tasks it may claim, besides its own.", "builder")
+@_names_option("--may-read", "An agent whose tasks it may read, besides its own.", "critic")
 @_names_option(
     "--only-message", "An agent: it may send messages to no other.", "lead", "all of its organization"
 )
@@ -229,7 +229,7 @@ def _print(
 # ---- places ------------------------------------------------------------------------------------------
 
 
-class Folder:
+class TokenFolder:
     """The tokens of a data folder."""
 
     def __init__(self, shell: Shell, data: Path) -> None:
@@ -273,7 +273,7 @@ class Folder:
         return Tokens(checked_data_folder(self._data))
 
 
-class Remote:
+class TokenServer:
     """The tokens of a server, over HTTP. Changes are sent once: a repeated one could make a second token."""
 
     def __init__(self, client: "HttpClient") -> None:
@@ -347,19 +347,19 @@ def _checked(token_id: str) -> str:
 @contextmanager
 def open_tokens(
     shell: Shell, data: Path | None, url: str | None, token: str | None
-) -> Iterator[Folder | Remote]:
+) -> Iterator[TokenFolder | TokenServer]:
     """The tokens of `--data`, or those of the server at `--url`."""
     data = shell.default_place(data, url)
     check_place(data, url, "tokens")
     if data is not None:
         if token is not None:
             raise click.UsageError("--token has no effect on a data folder: leave it out")
-        yield Folder(shell, data)
+        yield TokenFolder(shell, data)
         return
     from postroom.client.calls import HttpClient
 
     with HttpClient(str(url), needed_token(token)) as client:
-        yield Remote(client)
+        yield TokenServer(client)
 
 
 add_json_option(token)
