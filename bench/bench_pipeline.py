@@ -32,7 +32,7 @@ from pipelinebench.spending import Spent, median, spent, spent_by
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest.bronze_writer import write_segments
-from postroom.pipeline.ingest.segments import EventStream
+from postroom.pipeline.ingest.segments import SegmentStream
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.schedule import run_in_order
 from postroom.pipeline.silver import tables as silver
@@ -150,7 +150,7 @@ def compared(
 
 def to_bronze(bench: Bench) -> Iterator[Figure]:
     folder = history(bench.folder, bench.events).absolute()
-    stream = EventStream(folder)
+    stream = SegmentStream(folder)
     segments = stream.segments()
     paths = [folder / segment.name for segment in segments]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from postroom.audit.layout import segment_name
-from postroom.pipeline.ingest.segments import EventStream
+from postroom.pipeline.ingest.segments import SegmentStream
 
 EVENTS_A_MESSAGE = 4.41  # as it comes out
 SEED = "7"
@@ -45,7 +45,7 @@ def pieces(events: Path, folder: Path, count: int) -> list[Piece]:
     """
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run whose folder was kept
     folder.mkdir(parents=True)
-    segments = [events / segment.name for segment in EventStream(events).segments()]
+    segments = [events / segment.name for segment in SegmentStream(events).segments()]
     piece_bytes = -(-sum(segment.stat().st_size for segment in segments) // count)
     each = -(-piece_bytes // SEGMENT_BYTES)
     size = -(-piece_bytes // each)

@@ -27,11 +27,11 @@ from postroom.audit.layout import CHAIN, segment_name
 from postroom.pipeline.delta.delta_log import Txn
 from postroom.pipeline.delta.log_summaries import SummarizedTables
 from postroom.pipeline.delta.storage import Storage
-from postroom.pipeline.delta.tables import Staged, Tables
+from postroom.pipeline.delta.tables import StagedFiles, Tables
 from postroom.pipeline.gold.declaration import GoldTable
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
 from postroom.pipeline.ingest import bronze
-from postroom.pipeline.ingest.segments import EventStream, ingest_txns
+from postroom.pipeline.ingest.segments import SegmentStream, ingest_txns
 from postroom.pipeline.jobs import nothing_new
 from postroom.pipeline.silver.declaration import SilverTable
 from postroom.pipeline.silver.tables import SILVER
@@ -81,21 +81,21 @@ def entry(n: int, name: str, sealed_us: int, prev: str) -> ChainEntry:
     )
 
 
-def write_logs(tables: Tables, stream: EventStream, days: int) -> None:
+def write_logs(tables: Tables, stream: SegmentStream, days: int) -> None:
     """Half of the files are bronze, half are silver events. The other tables are empty."""
     adds = {
         column: [add(day, n, column) for day in range(days) for n in range(FILES_A_DAY // 2)]
         for column in ("date", "day")
     }
     last = stream.segments()[-1]
-    staged = Staged(bronze.ROWS, bronze.PARTITIONS, adds["date"])
+    staged = StagedFiles(bronze.ROWS, bronze.PARTITIONS, adds["date"])
     tables.commit("bronze_events", staged, txns=ingest_txns(stream.ingest_id, last))
     schema = bronze.ROWS.add("day", "date")
     every: dict[str, SilverTable | GoldTable] = {**SILVER, **GOLD}
     for name, table in every.items():
         txns = [Txn(source, 0) for source in table.inputs] + [Txn(FORM_ID, FORM)]
         files = adds["day"] if name == "silver_events" else []
-        tables.commit(name, Staged(schema, ("day",), files), txns=txns)
+        tables.commit(name, StagedFiles(schema, ("day",), files), txns=txns)
     for name in ("bronze_events", "silver_events"):
         tables._require(name).create_checkpoint()  # noqa: SLF001 - as after a hundred commits
 
@@ -103,7 +103,7 @@ def write_logs(tables: Tables, stream: EventStream, days: int) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="postroom-log-") as folder:
         write_segments(Path(folder) / "events", int(sys.argv[1]))
-        stream, tables = EventStream(Path(folder) / "events"), Tables(Path(folder) / "tables")
+        stream, tables = SegmentStream(Path(folder) / "events"), Tables(Path(folder) / "tables")
         write_logs(tables, stream, int(sys.argv[1]))
         child = [sys.executable, __file__, "read", folder]
         subprocess.run(child, check=True)
@@ -111,12 +111,12 @@ def main() -> None:
 
 def read(folder: Path) -> None:
     began, cpu = time.perf_counter(), time.process_time()
-    found = nothing_new(Tables(folder / "tables"), [EventStream(folder / "events")])
+    found = nothing_new(Tables(folder / "tables"), [SegmentStream(folder / "events")])
     took, cpu = time.perf_counter() - began, time.process_time() - cpu
     peak = peak_bytes()
     rows = None if found is None else sum(found.rows.values())
     began = time.process_time()
-    EventStream(folder / "events").pending(SummarizedTables(Storage(folder / "tables")))
+    SegmentStream(folder / "events").pending(SummarizedTables(Storage(folder / "tables")))
     segments_cpu = time.process_time() - began
     began = time.process_time()
     follow(Tables(folder / "tables"))

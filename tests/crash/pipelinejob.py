@@ -19,7 +19,7 @@ from pyspark.sql import SparkSession
 from postroom.pipeline.delta import file_index
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.jobs import Pipeline
-from postroom.pipeline.retention import Policy, RetentionJob
+from postroom.pipeline.retention import RetentionJob, RetentionPolicy
 from postroom.pipeline.silver import span_tree
 from postroom.pipeline.spark.session import spark_session
 from tests.spark.clusterjob import KEEP_DAYS
@@ -61,7 +61,7 @@ def main(plan: Plan) -> None:
         if job == "run":
             Pipeline(spark, tables, progress=tell).run(Path(plan.events))
         else:
-            policy = Policy(keep_days=KEEP_DAYS)
+            policy = RetentionPolicy(keep_days=KEEP_DAYS)
             RetentionJob(spark, tables, policy, now_us=plan.now_us, progress=tell).run()
     print("done", *costs(spark), flush=True)
     if not is_guest:

@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 
 from postroom.pipeline.generator.generate import generate
-from postroom.pipeline.ingest.segments import EventStream
+from postroom.pipeline.ingest.segments import SegmentStream
 from tests.crash import pipelinedelivery, pipelinedisk, pipelining
 from tests.crash.ledger import Tally
 from tests.spark.commands import Done
@@ -59,8 +59,8 @@ def test_a_large_organization_gets_its_share(tmp_path: Path) -> None:
             for line in path.read_bytes().splitlines()
         )
         assert organizations.total() == lines
-        ready = EventStream(tmp_path / str(giant)).pending_after(-1).ready
-        assert len(ready) == len(EventStream(tmp_path / "plain").segments())
+        ready = SegmentStream(tmp_path / str(giant)).pending_after(-1).ready
+        assert len(ready) == len(SegmentStream(tmp_path / "plain").segments())
         assert 0.8 < organizations["org-0"] / lines < 1 if giant else organizations["org-0"] / lines < 0.1
 
 

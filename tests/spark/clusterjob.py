@@ -14,7 +14,7 @@ from postroom.pipeline import paths
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.query.check import check_tables
-from postroom.pipeline.retention import Policy, RetentionJob
+from postroom.pipeline.retention import RetentionJob, RetentionPolicy
 from postroom.pipeline.spark.session import spark_session
 from tests.spark.quick import QUICK, QUICK_JVM, UNCOMPILED
 
@@ -54,7 +54,9 @@ def do(step: str, spark: SparkSession, tables: Tables) -> None:
     elif job == "backfill":
         pipeline.backfill()
     elif job == "retain":
-        RetentionJob(spark, tables, Policy(keep_days=KEEP_DAYS), now_us=int(with_what), progress=tell).run()
+        RetentionJob(
+            spark, tables, RetentionPolicy(keep_days=KEEP_DAYS), now_us=int(with_what), progress=tell
+        ).run()
     elif job == "check":
         proven(tables)
     else:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from postroom.pipeline.ingest.segments import EventStream
+from postroom.pipeline.ingest.segments import SegmentStream
 
 
 class SegmentFile(NamedTuple):
@@ -14,5 +14,5 @@ class SegmentFile(NamedTuple):
 
 def sealed_segments(folder: Path) -> list[SegmentFile]:
     """The oldest first."""
-    found = EventStream(folder).segments()
+    found = SegmentStream(folder).segments()
     return [SegmentFile(segment.number, folder / segment.name, segment.size) for segment in found]

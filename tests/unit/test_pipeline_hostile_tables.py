@@ -13,7 +13,7 @@ from postroom.errors import InvalidMessage
 from postroom.pipeline.delta.delta_log import Txn
 from postroom.pipeline.delta.log_summaries import SummarizedTables
 from postroom.pipeline.delta.storage import Storage
-from postroom.pipeline.delta.tables import Staged, Tables
+from postroom.pipeline.delta.tables import StagedFiles, Tables
 from postroom.pipeline.query.database import Database
 
 ROWS = pa.table({"n": pa.array([1, 2], pa.int64())})
@@ -99,7 +99,7 @@ def test_a_table_with_a_reader_feature_is_not_read(
     with pytest.raises(InvalidMessage, match=feature):
         Database(known, ["numbers"])
     with pytest.raises(InvalidMessage, match=feature):
-        known.commit("numbers", Staged(StructType(), (), []), before, base=0)
+        known.commit("numbers", StagedFiles(StructType(), (), []), before, base=0)
 
 
 OBLIGATIONS: list[tuple[str, dict[str, object], dict[str, str]]] = [

@@ -11,7 +11,7 @@ from pyspark.sql.types import StructType
 from postroom.pipeline.delta import delta_log
 from postroom.pipeline.delta.delta_log import LAST_CHECKPOINT, LOG, Txn, log_file
 from postroom.pipeline.delta.log_summaries import LogSummary, SummarizedTables, summary_of
-from postroom.pipeline.delta.tables import Staged, Tables
+from postroom.pipeline.delta.tables import StagedFiles, Tables
 
 SCHEMA = StructType().add("ts_us", "long").add("day", "string")
 
@@ -31,7 +31,7 @@ def put(tables: Tables, *numbers: int, replaced: int | None = None, **txns: int)
     """Commit files with these numbers, in place of another one."""
     old = [file for file in tables.files("t") if file.path.endswith(f"-{replaced}.parquet")]
     assert bool(old) == (replaced is not None)
-    staged = Staged(SCHEMA, ("day",), [add(number, 10 + number) for number in numbers])
+    staged = StagedFiles(SCHEMA, ("day",), [add(number, 10 + number) for number in numbers])
     tables.commit("t", staged, old, txns=[Txn(*pair) for pair in txns.items()])
 
 

@@ -32,7 +32,7 @@ from postroom.errors import EXIT_OK, EXIT_USAGE, InvalidMessage, InvalidSetting,
 from postroom.pipeline.gold.declaration import GoldTable
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze, redaction
-from postroom.pipeline.ingest.segments import EventStream
+from postroom.pipeline.ingest.segments import SegmentStream
 from postroom.pipeline.schema import CORRUPT, EVENTS, LINES, MARK
 from postroom.pipeline.silver.declaration import Append, SilverTable, Tree
 from postroom.pipeline.silver.tables import SILVER, rank
@@ -215,7 +215,7 @@ def hashed(reader: DataStreamReader | DataFrameReader, folder: str) -> DataFrame
 def marked_segments(spark: SparkSession, folder: str) -> DataFrame:
     """Grain: a segment with a mark in the chain. None if the chain is damaged, or not on this machine."""
     try:
-        chain = EventStream(folder).sound_chain()
+        chain = SegmentStream(folder).sound_chain()
     except (InvalidMessage, Unavailable):
         chain = []
     known = [(entry.name.rpartition("/")[2], entry.sha256, entry.redaction) for entry in chain]

@@ -23,7 +23,7 @@ from postroom.pipeline.delta.delta_log import Txn
 from postroom.pipeline.delta.file_groups import file_group, is_dense
 from postroom.pipeline.delta.log_summaries import SummarizedTables
 from postroom.pipeline.delta.storage import Storage
-from postroom.pipeline.delta.tables import Staged, Tables, require_rows
+from postroom.pipeline.delta.tables import StagedFiles, Tables, require_rows
 from postroom.pipeline.gold.declaration import GoldTable
 from postroom.pipeline.gold.refresh import GoldRefresh, Replacement
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
@@ -38,10 +38,10 @@ from postroom.pipeline.ingest.bronze_writer import (
 from postroom.pipeline.ingest.segments import (
     BATCH_BYTES_PER_CORE,
     TABLE,
-    EventStream,
     Gap,
     PendingSegments,
     Segment,
+    SegmentStream,
     batches,
     ingest_txns,
     is_last_ingested,
@@ -85,7 +85,7 @@ class RunSummary(msgspec.Struct, frozen=True):
     """The missing segments as a sentence."""
 
 
-def nothing_new(tables: Tables, streams: Sequence[EventStream]) -> RunSummary | None:
+def nothing_new(tables: Tables, streams: Sequence[SegmentStream]) -> RunSummary | None:
     """The summary of a run that finds nothing to do, without Spark; None if there may be something to do."""
     tables = SummarizedTables(tables.storage)
     pending = [stream.pending(tables, hashes=named_hashes) for stream in streams]
@@ -160,10 +160,10 @@ class Pipeline:
             self._refresh_tables(self._inputs(), rebuild=True)
         return self._summary()
 
-    def streams(self, events: Place | Sequence[Place]) -> list[EventStream]:
+    def streams(self, events: Place | Sequence[Place]) -> list[SegmentStream]:
         """The streams at some places, which are reached as the tables are."""
         places = [events] if isinstance(events, str | Path) else events
-        return [EventStream(Storage(place, self.tables.storage.access)) for place in places]
+        return [SegmentStream(Storage(place, self.tables.storage.access)) for place in places]
 
     def stream(
         self,
@@ -211,11 +211,11 @@ class Pipeline:
                 return
             time.sleep(every_s)
 
-    def _checkpoint(self, streams: Sequence[EventStream]) -> str:
+    def _checkpoint(self, streams: Sequence[SegmentStream]) -> str:
         name = "+".join(stream.storage.place.strip("/").replace("/", "-") for stream in streams)
         return self.tables.storage.spark_path(f"{CHECKPOINTS}/lines-{name.replace(':', '')}")
 
-    def _run(self, streams: Sequence[EventStream], *, skip_missing: bool) -> None:
+    def _run(self, streams: Sequence[SegmentStream], *, skip_missing: bool) -> None:
         self._find_new_segments(streams, skip_missing=skip_missing)
         with self.tables.profile(self._new_bytes()):
             for stream in streams:
@@ -238,7 +238,7 @@ class Pipeline:
 
     # ---- bronze --------------------------------------------------------------------------------------
 
-    def _find_new_segments(self, streams: Sequence[EventStream], *, skip_missing: bool = False) -> None:
+    def _find_new_segments(self, streams: Sequence[SegmentStream], *, skip_missing: bool = False) -> None:
         """Find the segments that can be ingested now."""
         self._pending = {
             str(stream): self._pending_of(stream, skip_missing=skip_missing) for stream in streams
@@ -250,7 +250,7 @@ class Pipeline:
             self._progress(note)
         self._last_note = note
 
-    def _pending_of(self, stream: EventStream, *, skip_missing: bool = False) -> PendingSegments:
+    def _pending_of(self, stream: SegmentStream, *, skip_missing: bool = False) -> PendingSegments:
         """The new segments of a stream. Executors hash those that no chain lists, unless they are small."""
 
         def hashes(segments: Sequence[Segment]) -> dict[str, str]:
@@ -263,7 +263,7 @@ class Pipeline:
     def _new_bytes(self) -> int:
         return sum(each.bytes for each in self._pending.values())
 
-    def _ingest(self, stream: EventStream) -> Iterator[list[Segment]]:
+    def _ingest(self, stream: SegmentStream) -> Iterator[list[Segment]]:
         """Ingest the new segments of a stream in batches, each in one commit."""
         pending = self._pending[str(stream)]
         last = self.tables.last_txn(TABLE, stream.ingest_id)
@@ -278,7 +278,7 @@ class Pipeline:
             yield batch
 
     def _ingest_carried(
-        self, streams: Sequence[EventStream], batch: MicroBatch, *, skip_missing: bool
+        self, streams: Sequence[SegmentStream], batch: MicroBatch, *, skip_missing: bool
     ) -> None:
         """Commit the events of a micro-batch, unless an earlier process has, and refresh all tables."""
         self._find_new_segments(streams, skip_missing=skip_missing)
@@ -298,7 +298,7 @@ class Pipeline:
 
     def _ingest_batch(
         self,
-        stream: EventStream,
+        stream: SegmentStream,
         batch: list[Segment],
         last: int,
         carried: DataFrame | None = None,
@@ -336,11 +336,11 @@ class Pipeline:
         self._rejects += written.rejects
         return True
 
-    def _left_to_another(self, stream: EventStream) -> bool:
+    def _left_to_another(self, stream: SegmentStream) -> bool:
         self._progress(f"another job ingests the segments of {stream}, which are left to it")
         return False
 
-    def _write_rejects(self, tables: Tables, stream: EventStream, written: WrittenSegments) -> None:
+    def _write_rejects(self, tables: Tables, stream: SegmentStream, written: WrittenSegments) -> None:
         """Append the bad lines of a batch. The table is created even without any."""
         app_id, base = stream.ingest_id, tables.version(REJECTS)
         batch = written.segments
@@ -355,7 +355,7 @@ class Pipeline:
             tables.commit(REJECTS, staged, txns=ingest_txns(app_id, new[-1]), base=base)
         elif base < 0:
             with suppress(TableChanged):  # another job has created it
-                tables.commit(REJECTS, Staged(bronze.REJECTS, bronze.PARTITIONS, []), base=base)
+                tables.commit(REJECTS, StagedFiles(bronze.REJECTS, bronze.PARTITIONS, []), base=base)
 
     # ---- lineage -------------------------------------------------------------------------------------
 
@@ -368,7 +368,7 @@ class Pipeline:
         return self._lineage.table(self.tables, name, sources, streams)
 
     @contextmanager
-    def _emitting_bronze(self, stream: EventStream) -> Iterator[None]:
+    def _emitting_bronze(self, stream: SegmentStream) -> Iterator[None]:
         read = [stream.storage]
         with self._emitting(TABLE, (), read), self._emitting(REJECTS, (), read):
             yield

@@ -20,7 +20,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from postroom.errors import Unavailable
 from postroom.pipeline.delta.delta_log import Txn
 from postroom.pipeline.ingest import bronze
-from postroom.pipeline.ingest.segments import EventStream
+from postroom.pipeline.ingest.segments import SegmentStream
 
 
 class MicroBatch:
@@ -31,11 +31,11 @@ class MicroBatch:
         self._query_id = query_id
         self._number = number
 
-    def events(self, stream: EventStream) -> DataFrame:
+    def events(self, stream: SegmentStream) -> DataFrame:
         """Rows of `bronze_events`: those of one stream."""
         return self._rows.where(F.col(bronze.STREAM) == str(stream)).drop(bronze.STREAM)
 
-    def txn(self, stream: EventStream) -> Txn:
+    def txn(self, stream: SegmentStream) -> Txn:
         """What the commit of its events of a stream records."""
         return Txn(f"micro-batches of {stream.ingest_id}, query {self._query_id}", self._number)
 
@@ -46,7 +46,7 @@ class MicroBatches:
     def __init__(
         self,
         spark: SparkSession,
-        streams: Sequence[tuple[EventStream, int]],
+        streams: Sequence[tuple[SegmentStream, int]],
         checkpoint: str,
         *,
         bytes_max: int,

@@ -35,7 +35,7 @@ SAMPLES_MAX: Final = 5
 Progress = Callable[[str], None]
 
 
-class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ReplaySelection(msgspec.Struct, frozen=True, kw_only=True):
     """Which messages to submit again, and where."""
 
     where: str
@@ -76,7 +76,7 @@ class ReplayResult(msgspec.Struct):
     refused_samples: list[str] = []
 
 
-def replay(tables: Tables, request: ReplayRequest, progress: Progress = lambda _: None) -> ReplayResult:
+def replay(tables: Tables, request: ReplaySelection, progress: Progress = lambda _: None) -> ReplayResult:
     """Submit the messages in the order in which they were created."""
     if request.store is None and request.key_file is None:
         raise InvalidSetting(
@@ -99,7 +99,7 @@ def replay(tables: Tables, request: ReplayRequest, progress: Progress = lambda _
     return found
 
 
-def selection(tables: Tables, request: ReplayRequest) -> Database:
+def selection(tables: Tables, request: ReplaySelection) -> Database:
     """A database with the view `chosen` of messages. DuckDB parses the condition as one expression."""
     database = Database(tables, ("silver_messages",), with_partitions=True)
     if request.key_file is not None:
@@ -141,7 +141,7 @@ Row = dict[str, Any]
 Payload = Callable[[Row], str | None]
 
 
-def _payloads(request: ReplayRequest, stack: ExitStack) -> Payload:
+def _payloads(request: ReplaySelection, stack: ExitStack) -> Payload:
     """A function that looks up the payload of a row; it returns None when there is none."""
     places: list[Payload] = []
     if request.store is not None:

@@ -29,7 +29,7 @@ from postroom.errors import InvalidSetting, Unavailable
 from postroom.pipeline.delta.arrow_files import FILE
 from postroom.pipeline.delta.delta_log import MAINTENANCE, DataFile, Txn, path_below, rows_of
 from postroom.pipeline.delta.file_groups import file_group
-from postroom.pipeline.delta.tables import Staged, Tables
+from postroom.pipeline.delta.tables import StagedFiles, Tables
 from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
 from postroom.pipeline.silver import deleted_numbers
 from postroom.pipeline.silver.tables import SILVER
@@ -49,7 +49,7 @@ KEPT_GOLD: Final = ("gold_flow",)
 Progress = Callable[[str], None]
 
 
-class Policy(msgspec.Struct, frozen=True, kw_only=True):
+class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     """How long rows are kept."""
 
     keep_days: int
@@ -119,7 +119,7 @@ def _lines(path: Path, wanted: str) -> list[tuple[int, tuple[str, str]]]:
 # ---- conditions ------------------------------------------------------------------------------------------
 
 
-def kept_us(policy: Policy) -> Column:
+def kept_us(policy: RetentionPolicy) -> Column:
     """The retention period of a row, by its organization."""
     tier = F.lit(policy.keep_days)
     if policy.org_days:
@@ -128,14 +128,14 @@ def kept_us(policy: Policy) -> Column:
     return tier.cast("long") * DAY_US
 
 
-def held(policy: Policy) -> Column:
+def held(policy: RetentionPolicy) -> Column:
     """Whether a legal hold keeps a row."""
     org = F.col("org_id").isin(*policy.held_orgs)
     goal = F.col("goal_id").isin(*policy.held_goals)
     return F.coalesce(org, F.lit(False)) | F.coalesce(goal, F.lit(False))  # noqa: FBT003 - SQL's
 
 
-def expired_messages(messages: DataFrame, policy: Policy, now_us: int) -> DataFrame:
+def expired_messages(messages: DataFrame, policy: RetentionPolicy, now_us: int) -> DataFrame:
     """Grain: message_id of the messages to delete."""
     kept = kept_us(policy)
     longer = F.greatest(kept, F.lit(policy.failures_days * DAY_US))
@@ -143,13 +143,13 @@ def expired_messages(messages: DataFrame, policy: Policy, now_us: int) -> DataFr
     return messages.where((F.col("last_us") < now_us - kept) & ~held(policy)).select("message_id")
 
 
-def is_expired_event(policy: Policy, now_us: int) -> Column:
+def is_expired_event(policy: RetentionPolicy, now_us: int) -> Column:
     """Whether an event without a message is deleted."""
     is_alone = F.coalesce("message_id", F.lit("")) == ""
     return is_alone & (F.col("ts_us") < now_us - kept_us(policy)) & ~held(policy)
 
 
-def is_expired_reject(policy: Policy, now_us: int) -> Column:
+def is_expired_reject(policy: RetentionPolicy, now_us: int) -> Column:
     """Whether a reject is deleted: after the longest period, unless its text has a name that is held."""
     days = max([policy.keep_days, policy.failures_days, *policy.org_days.values()])
     sealed_us = F.unix_date("date") * F.lit(DAY_US)
@@ -175,7 +175,7 @@ class RetentionJob:
         self,
         spark: SparkSession,
         tables: Tables,
-        policy: Policy,
+        policy: RetentionPolicy,
         *,
         now_us: int,
         archive: str | None = None,
@@ -291,7 +291,7 @@ class RetentionJob:
             over = [file for file in files if (file.partition.get("day") or "9") < f"{oldest:%Y-%m-%d}"]
         self._progress(f"{name}: {rows_of(over):,} of {rows_of(files):,} rows leave")
         if over and not dry_run:
-            staged = Staged(self._tables.schema(name), tuple(GOLD[name].partition_by), [])
+            staged = StagedFiles(self._tables.schema(name), tuple(GOLD[name].partition_by), [])
             with self._emitting(name, name):
                 self._tables.commit(name, staged, over, base=base)
         return Retained(name, rows_of(files), rows_of(over), None)

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from postroom.pipeline.delta.tables import Tables
-from postroom.pipeline.ingest.segments import EventStream
+from postroom.pipeline.ingest.segments import SegmentStream
 from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.spark.session import table_errors
 
 
-def status_of(tables: Tables, streams: Sequence[EventStream] = ()) -> Iterator[dict[str, Any]]:
+def status_of(tables: Tables, streams: Sequence[SegmentStream] = ()) -> Iterator[dict[str, Any]]:
     """A row for each table, and one for the segments of each given stream."""
     if not streams:
         tables.require_tables()
@@ -34,7 +34,7 @@ def _row(tables: Tables, name: str) -> dict[str, Any]:
     }
 
 
-def _segments(tables: Tables, stream: EventStream) -> dict[str, Any]:
+def _segments(tables: Tables, stream: SegmentStream) -> dict[str, Any]:
     segments = stream.segments()
     pending = stream.pending(tables)
     return {

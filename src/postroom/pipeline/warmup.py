@@ -33,7 +33,7 @@ Work = Callable[[SparkSession, Path], None]
 """Loads the classes of the commands, with files in a folder."""
 
 
-class Prepared(msgspec.Struct, frozen=True):
+class PreparedArchive(msgspec.Struct, frozen=True):
     """An archive, and whether it was made just now."""
 
     archive: str
@@ -48,7 +48,9 @@ def as_commands_do(spark: SparkSession, folder: Path) -> None:
     Pipeline(spark, Tables(folder / "tables")).run(folder / "events")
 
 
-def prepare(work: Work, *, anew: bool = False, progress: Callable[[str], None] = lambda _: None) -> Prepared:
+def prepare(
+    work: Work, *, anew: bool = False, progress: Callable[[str], None] = lambda _: None
+) -> PreparedArchive:
     """Make the archive of this Java and this Spark, if there is none. Ends the session of this process."""
     began = time.monotonic()
     target = None if anew else found()
@@ -56,7 +58,7 @@ def prepare(work: Work, *, anew: bool = False, progress: Callable[[str], None] =
     if target is None:
         with _alone():
             target = _made(work, progress)
-    return Prepared(str(target), target.stat().st_size, is_new, time.monotonic() - began)
+    return PreparedArchive(str(target), target.stat().st_size, is_new, time.monotonic() - began)
 
 
 @contextmanager

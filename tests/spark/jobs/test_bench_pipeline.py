@@ -12,7 +12,7 @@ import pytest
 from pipelinebench import histories
 from pyspark.sql import SparkSession
 
-from postroom.pipeline.ingest.segments import EventStream
+from postroom.pipeline.ingest.segments import SegmentStream
 
 LEFT_OUT = {"cold", "answer", "small", "growth"}
 EVENTS = 300
@@ -43,11 +43,11 @@ def test_pieces_of_a_history_are_sealed_segments_of_all_its_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = histories.history(tmp_path, EVENTS)
-    whole = b"".join((events / segment.name).read_bytes() for segment in EventStream(events).segments())
+    whole = b"".join((events / segment.name).read_bytes() for segment in SegmentStream(events).segments())
     monkeypatch.setattr(histories, "SEGMENT_BYTES", len(whole) // 5)
     made = histories.pieces(events, tmp_path / "pieces", 3)
     assert [len(piece.segments) for piece in made] == [2, 2, 2]
-    pending = EventStream(tmp_path / "pieces").pending_after(-1)
+    pending = SegmentStream(tmp_path / "pieces").pending_after(-1)
     assert [segment.number for segment in pending.ready] == [1, 2, 3, 4, 5, 6]
     assert (pending.waiting, pending.gaps) == ([], [])
     assert b"".join(path.read_bytes() for piece in made for path in piece.segments) == whole

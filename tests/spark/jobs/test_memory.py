@@ -13,10 +13,10 @@ CHILD = """
 import sys
 from pathlib import Path
 from postroom.pipeline.ingest.bronze_writer import hashes_of
-from postroom.pipeline.ingest.segments import EventStream
+from postroom.pipeline.ingest.segments import SegmentStream
 from postroom.pipeline.spark.session import spark_session
 
-stream = EventStream(Path(sys.argv[1]))
+stream = SegmentStream(Path(sys.argv[1]))
 spark = spark_session("local[2]", conf={"spark.driver.memory": "512m"})
 print(*hashes_of(spark, stream, stream.segments()).values())
 spark.stop()

@@ -16,7 +16,7 @@ from postroom.calls.fields import KEY_CHARS_MAX
 from postroom.contracts.feeds import set_outbox
 from postroom.errors import InvalidMessage, InvalidSetting, Rejected
 from postroom.pipeline.delta.tables import Tables
-from postroom.pipeline.replay import ReplayRequest, replay
+from postroom.pipeline.replay import ReplaySelection, replay
 from postroom.pipeline.silver import tables as silver
 from postroom.pipeline.submission import ReplayMessage, Submitter, is_fit
 from postroom.server.folder.shipping import Sources, opened
@@ -67,7 +67,7 @@ def said_in(url: str, agent: str = "agent-1") -> list[int]:
 
 def test_replay_reads_encrypted_payloads_in_order(past: Past, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sandbox.db"
-    wanted = ReplayRequest(where="queue = 'agent-1'", to=url, key_file=past.keys)
+    wanted = ReplaySelection(where="queue = 'agent-1'", to=url, key_file=past.keys)
     found = replay(past.sealed, wanted)
     assert (found.selected, found.submitted, found.known, found.refused) == (10, 10, 0, 0)
     again = replay(past.sealed, wanted)
@@ -77,7 +77,7 @@ def test_replay_reads_encrypted_payloads_in_order(past: Past, tmp_path: Path) ->
 
 def test_replay_reads_payloads_from_the_store(past: Past, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sandbox.db"
-    wanted = ReplayRequest(where="type = 'issue'", to=url, store=past.store, rate=500.0)
+    wanted = ReplaySelection(where="type = 'issue'", to=url, store=past.store, rate=500.0)
     assert replay(past.redacted, wanted).submitted == MESSAGES
     with Tasks.open(url) as tasks:
         first = tasks.get(tasks.find(agent="agent-0")[0].task_id)
@@ -87,12 +87,12 @@ def test_replay_reads_payloads_from_the_store(past: Past, tmp_path: Path) -> Non
 
 def test_a_redacted_payload_is_refused_and_counted(past: Past, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sandbox.db"
-    found = replay(past.redacted, ReplayRequest(where="true", to=url, key_file=past.keys))
+    found = replay(past.redacted, ReplaySelection(where="true", to=url, key_file=past.keys))
     assert (found.selected, found.submitted, found.refused) == (MESSAGES, 0, MESSAGES)
     assert len(found.refused_samples) == 5
     other = tmp_path / "other-keys"
     add_key(other, "one")
-    wrong_key = replay(past.sealed, ReplayRequest(where="true", to=url, key_file=other))
+    wrong_key = replay(past.sealed, ReplaySelection(where="true", to=url, key_file=other))
     assert (wrong_key.submitted, wrong_key.refused) == (0, MESSAGES)
 
 
@@ -112,7 +112,7 @@ def test_an_unfit_message_is_refused_and_the_others_are_submitted(
     this = F.col("message_id")
     queue = F.when(this == nameless, "no name").when(this != nowhere, F.col("queue"))
     tables = with_column(spark, past, tmp_path, "queue", queue)
-    wanted = ReplayRequest(where="true", to=url, store=past.store)
+    wanted = ReplaySelection(where="true", to=url, store=past.store)
     found = replay(tables, wanted)
     assert (found.selected, found.submitted) == (MESSAGES, MESSAGES - 2)
     assert (found.refused, found.unfit) == (2, 2)
@@ -143,7 +143,7 @@ def test_messages_of_every_priority_can_be_claimed_again(
     """Tasks have no priorities: a message that kept another one would never be claimed."""
     url = f"sqlite:///{tmp_path}/sandbox.db"
     tables = with_column(spark, past, tmp_path, "priority", F.pmod(F.hash("message_id"), F.lit(4)))
-    replay(tables, ReplayRequest(where="queue = 'agent-1'", to=url, store=past.store))
+    replay(tables, ReplaySelection(where="queue = 'agent-1'", to=url, store=past.store))
     assert said_in(url) == list(range(1, MESSAGES, 3))
 
 
@@ -162,7 +162,7 @@ def test_times_bound_what_is_chosen(spark: SparkSession, past: Past, tmp_path: P
     times = past.redacted.read(spark, "silver_messages").orderBy("created_us").select("created_us").collect()
     since, until = times[10].created_us, times[20].created_us
     expected = sum(since <= row.created_us < until for row in times)
-    wanted = ReplayRequest(
+    wanted = ReplaySelection(
         where="true", to=url, store=past.store, since_us=since, until_us=until, dry_run=True
     )
     assert replay(past.redacted, wanted).selected == expected
@@ -171,9 +171,9 @@ def test_times_bound_what_is_chosen(spark: SparkSession, past: Past, tmp_path: P
 def test_wrong_requests_are_refused_in_one_sentence(past: Past, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sandbox.db"
     with pytest.raises(InvalidMessage, match=r"is no condition on silver_messages: \w"):
-        replay(past.redacted, ReplayRequest(where="nobody = 1", to=url, store=past.store))
+        replay(past.redacted, ReplaySelection(where="nobody = 1", to=url, store=past.store))
     with pytest.raises(InvalidMessage, match=r"is no condition on silver_messages: \w"):
-        replay(past.redacted, ReplayRequest(where="type = ", to=url, store=past.store))
+        replay(past.redacted, ReplaySelection(where="type = ", to=url, store=past.store))
     for condition in (
         "",
         "true UNION SELECT * FROM silver_messages",
@@ -184,13 +184,13 @@ def test_wrong_requests_are_refused_in_one_sentence(past: Past, tmp_path: Path) 
         "CAST(type AS int) = 1",
     ):
         with pytest.raises(InvalidMessage, match=r"is no condition on silver_messages: \w"):
-            replay(past.redacted, ReplayRequest(where=condition, to=url, store=past.store))
+            replay(past.redacted, ReplaySelection(where=condition, to=url, store=past.store))
     with pytest.raises(InvalidSetting, match="the source of the payloads is missing"):
-        replay(past.redacted, ReplayRequest(where="true", to=url))
+        replay(past.redacted, ReplaySelection(where="true", to=url))
     with pytest.raises(InvalidSetting, match="there is no store"):
         replay(
             past.redacted,
-            ReplayRequest(where="true", to=url, store=f"sqlite:///{tmp_path}/nowhere.db"),
+            ReplaySelection(where="true", to=url, store=f"sqlite:///{tmp_path}/nowhere.db"),
         )
 
 

@@ -12,16 +12,16 @@ import pytest
 from pyspark.sql import SparkSession
 
 from postroom.errors import InvalidSetting, Unavailable
-from postroom.pipeline.delta.tables import Staged, Tables
+from postroom.pipeline.delta.tables import StagedFiles, Tables
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.query.check import ViolationSample, check_tables
 from postroom.pipeline.retention import (
     ORDER,
-    Policy,
     Retained,
     RetentionJob,
+    RetentionPolicy,
     read_holds,
     read_org_days,
 )
@@ -54,7 +54,7 @@ def tables(tables_of: TablesOf, tmp_path: Path) -> Tables:
     return copy_of(tables_of()[1], tmp_path / "tables")
 
 
-def leaving(messages: list[dict[str, Any]], policy: Policy, now_us: int) -> set[str]:
+def leaving(messages: list[dict[str, Any]], policy: RetentionPolicy, now_us: int) -> set[str]:
     """The rules once more, in plain Python."""
     gone = set()
     for row in messages:
@@ -67,9 +67,9 @@ def leaving(messages: list[dict[str, Any]], policy: Policy, now_us: int) -> set[
     return gone
 
 
-def dated(policy: Policy, age_days: int) -> Policy:
+def dated(policy: RetentionPolicy, age_days: int) -> RetentionPolicy:
     """The same rules with other ages."""
-    return Policy(
+    return RetentionPolicy(
         keep_days=age_days,
         org_days=dict.fromkeys(policy.org_days, age_days + 1),
         held_orgs=policy.held_orgs,
@@ -77,7 +77,7 @@ def dated(policy: Policy, age_days: int) -> Policy:
     )
 
 
-def is_near(messages: list[dict[str, Any]], policy: Policy, now_us: int) -> bool:
+def is_near(messages: list[dict[str, Any]], policy: RetentionPolicy, now_us: int) -> bool:
     """Whether a message becomes old enough within the next ten minutes."""
     return leaving(messages, policy, now_us) != leaving(messages, policy, now_us + 600_000_000)
 
@@ -87,12 +87,12 @@ def middle_us(messages: list[dict[str, Any]]) -> int:
     return int(times[len(times) // 2])
 
 
-def policy_for(messages: list[dict[str, Any]]) -> Policy:
+def policy_for(messages: list[dict[str, Any]]) -> RetentionPolicy:
     """One with every kind of rule."""
     orgs = [name for name, _ in Counter(row["org_id"] for row in messages).most_common(3)]
     old = [row for row in messages if row["last_us"] < middle_us(messages) and row["org_id"] not in orgs]
     goals = Counter(row["goal_id"] for row in old if row["goal_id"] and row["outcome"] == "completed")
-    return Policy(
+    return RetentionPolicy(
         keep_days=7,
         org_days={orgs[0]: 8, orgs[2]: 30},
         failures_days=90,
@@ -104,7 +104,7 @@ def policy_for(messages: list[dict[str, Any]]) -> Policy:
 class Pass(NamedTuple):
     """One undisturbed run."""
 
-    policy: Policy
+    policy: RetentionPolicy
     now_us: int
     gone: set[str]
     before: dict[str, Rows]
@@ -130,8 +130,8 @@ def whole(spark: SparkSession, tables_of: TablesOf, tmp_path_factory: pytest.Tem
 
 def test_messages_are_deleted_as_a_whole(whole: Pass) -> None:
     for rule in ("org_days", "failures_days", "held_orgs", "held_goals"):
-        names = set(Policy.__struct_fields__) - {rule}
-        other = Policy(**{name: getattr(whole.policy, name) for name in names})
+        names = set(RetentionPolicy.__struct_fields__) - {rule}
+        other = RetentionPolicy(**{name: getattr(whole.policy, name) for name in names})
         messages = [json.loads(row) for row in whole.before["silver_messages"]]
         if rule != "failures_days":  # of few messages, perhaps none of the old ones failed
             assert leaving(messages, other, whole.now_us) != whole.gone, rule
@@ -225,7 +225,7 @@ def test_gold_is_deleted_by_an_age_of_its_own(spark: SparkSession, whole: Pass, 
     before = rows_of(tables, "gold_throughput")
     days = sorted({json.loads(row)["day"] for row in before})
     newest_us = int(datetime.fromisoformat(f"{days[-1]}T00:00:00+00:00").timestamp()) * 1_000_000
-    policy = Policy(keep_days=10, gold_days=10, held_orgs=whole.policy.held_orgs)
+    policy = RetentionPolicy(keep_days=10, gold_days=10, held_orgs=whole.policy.held_orgs)
     job = RetentionJob(spark, tables, policy, now_us=newest_us + 10 * DAY_US)
     found = {told.table: told for told in job.run()}
     after = rows_of(tables, "gold_throughput")
@@ -235,7 +235,7 @@ def test_gold_is_deleted_by_an_age_of_its_own(spark: SparkSession, whole: Pass, 
     with pytest.raises(
         InvalidSetting, match="gold is kept at least as long as the rest: 9 days are less than 10"
     ):
-        RetentionJob(spark, tables, Policy(keep_days=10, gold_days=9), now_us=0)
+        RetentionJob(spark, tables, RetentionPolicy(keep_days=10, gold_days=9), now_us=0)
 
 
 class Losing(Tables):
@@ -243,7 +243,7 @@ class Losing(Tables):
 
     loses = ""
 
-    def stage(self, name: str, df: Any, **how: Any) -> Staged:
+    def stage(self, name: str, df: Any, **how: Any) -> StagedFiles:
         staged = super().stage(name, df, **how)
         return staged._replace(adds=staged.adds[name == self.loses :])
 
@@ -269,7 +269,7 @@ def test_retain_is_refused_while_silver_is_behind(spark: SparkSession, tables: T
 class Stopping(Tables):
     """One whose process ends before a commit, when bronze has lost something and silver has not."""
 
-    def commit(self, name: str, staged: Staged, removed: Any = (), **how: Any) -> None:
+    def commit(self, name: str, staged: StagedFiles, removed: Any = (), **how: Any) -> None:
         if name == "silver_events":
             raise KeyboardInterrupt
         super().commit(name, staged, removed, **how)
@@ -317,7 +317,7 @@ def test_a_later_pass_records_only_new_numbers(spark: SparkSession, whole: Pass,
     tables = copy_of(whole.tables, tmp_path / "tables")
     RetentionJob(spark, tables, whole.policy, now_us=whole.now_us).run()
     assert tables.version(deleted_numbers.TABLE) == 0
-    RetentionJob(spark, tables, Policy(keep_days=1), now_us=whole.now_us + 400 * DAY_US).run()
+    RetentionJob(spark, tables, RetentionPolicy(keep_days=1), now_us=whole.now_us + 400 * DAY_US).run()
     assert messages_of(tables) == []
     runs = [row for row in records(tables, deleted_numbers.TABLE) if row["message"] is None]
     sources = {row["source"] for row in runs}

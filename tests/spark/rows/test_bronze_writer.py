@@ -15,7 +15,7 @@ from postroom.pipeline import paths
 from postroom.pipeline.delta.storage import Storage
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.ingest import bronze, bronze_writer
-from postroom.pipeline.ingest.segments import EventStream
+from postroom.pipeline.ingest.segments import SegmentStream
 from postroom.pipeline.jobs import Pipeline
 from tests.spark.plainrows import records, rows_of
 from tests.spark.segmentfiles import sealed_segments
@@ -75,7 +75,7 @@ def break_seal(events: Path) -> None:
 
 def taken(spark: SparkSession, folder: Path, how: str) -> tuple[object, ...]:
     tables = Tables(folder / how)
-    stream = EventStream(folder / "events")
+    stream = SegmentStream(folder / "events")
     segments = stream.segments()
     if how == "carried":
         paths = [stream.path_of(segment) for segment in segments]
@@ -126,7 +126,7 @@ def test_an_amount_of_money_is_kept_exactly_or_the_line_is_rejected(
         for n, (amount, kept) in enumerate(AMOUNTS.items(), 1)
     }
     write_segment(tmp_path / "events", 1, list(lines))
-    stream, tables = EventStream(tmp_path / "events"), Tables(tmp_path / "tables")
+    stream, tables = SegmentStream(tmp_path / "events"), Tables(tmp_path / "tables")
     found = bronze_writer.write_segments(spark, tables, stream, stream.segments())
     tables.commit("bronze_events", found.staged)
     stored = {row["seq"]: f"{row['cost_usd']:f}" for row in records(tables, "bronze_events")}

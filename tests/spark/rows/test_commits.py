@@ -13,7 +13,7 @@ from pyspark.sql.types import StructType
 from postroom.errors import InvalidMessage, TableChanged
 from postroom.pipeline.delta import delta_log
 from postroom.pipeline.delta.delta_log import LOG, MAINTENANCE, Txn, delta_schema
-from postroom.pipeline.delta.tables import Staged, Tables
+from postroom.pipeline.delta.tables import StagedFiles, Tables
 
 COLUMNS = StructType().add("ts_us", "long").add("day", "date")
 WIDER = StructType().add("ts_us", "long").add("day", "date").add("mood", "string")
@@ -21,7 +21,7 @@ STATS = {"numRecords": 3, "minValues": {"ts_us": 1}, "maxValues": {"ts_us": 3}, 
 DAYS = ("2025-01-01", None)
 
 
-def staged(load: str, columns: StructType = COLUMNS) -> Staged:
+def staged(load: str, columns: StructType = COLUMNS) -> StagedFiles:
     """Two files, in a known and an unknown partition, whose names have to be escaped."""
     adds = [
         AddAction(
@@ -29,7 +29,7 @@ def staged(load: str, columns: StructType = COLUMNS) -> Staged:
         )
         for day in DAYS
     ]
-    return Staged(columns, ("day",), adds)
+    return StagedFiles(columns, ("day",), adds)
 
 
 def operation_of(tables: Tables, version: int) -> Any:
@@ -49,7 +49,7 @@ def test_a_commit_has_files_and_transactions_and_the_name_of_its_operation(table
     table_id, first = tables.table_id("t"), tables.files("t")
     tables.commit("t", staged("b"), first[:1], txns=[Txn("x", 2), Txn("y", 3)], base=0)
     tables.mark("t", [Txn("x", 3)], base=1)
-    tables.commit("t", Staged(COLUMNS, ("day",), []), first[1:], txns=[Txn(MAINTENANCE, 1)])
+    tables.commit("t", StagedFiles(COLUMNS, ("day",), []), first[1:], txns=[Txn(MAINTENANCE, 1)])
     tables.commit("t", staged("c", WIDER))
     last = tables.version("t")
     assert {file.path for file in tables.files("t")} == {
@@ -74,10 +74,10 @@ def test_an_overwrite_removes_files_and_columns_and_keeps_the_id(tables: Tables)
     assert commit.removed == {f"day={day}/a 1%.parquet" for day in DAYS}
 
 
-def whole(load: str) -> Staged:
+def whole(load: str) -> StagedFiles:
     """A file of a table without partitions."""
     add = AddAction(f"{load}.parquet", 10, {}, 1_700_000_000_000, True, json.dumps(STATS))
-    return Staged(COLUMNS, (), [add])
+    return StagedFiles(COLUMNS, (), [add])
 
 
 def test_an_overwrite_changes_the_partitions_and_keeps_the_id(tables: Tables) -> None:

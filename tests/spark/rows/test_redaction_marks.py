@@ -17,7 +17,7 @@ from postroom.core.redaction import Level
 from postroom.pipeline import paths
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.ingest import bronze, bronze_writer
-from postroom.pipeline.ingest.segments import EventStream
+from postroom.pipeline.ingest.segments import SegmentStream
 from postroom.pipeline.jobs import SILVER_INPUTS, Pipeline
 from postroom.pipeline.schema import MARK
 from postroom.server.folder.shipping import Sources, opened
@@ -118,7 +118,7 @@ def test_a_mark_does_not_count_for_bytes_that_were_changed(spark: SparkSession, 
 def test_an_event_cannot_mark_itself(spark: SparkSession, tmp_path: Path) -> None:
     """The mark in the chain counts for plain lines, and one with an unknown field is none."""
     write_segment(tmp_path / "audit", 1, [happened("s", 1, "m1", payload=RAW, redaction=mark_of("full"))])
-    stream, tables = EventStream(tmp_path / "audit"), Tables(tmp_path / "tables")
+    stream, tables = SegmentStream(tmp_path / "audit"), Tables(tmp_path / "tables")
     ready = [segment._replace(redaction=mark_of("full")) for segment in stream.segments()]
     tables.commit("bronze_events", bronze_writer.write_segments(spark, tables, stream, ready).staged)
     [row] = records(tables, "bronze_events")
@@ -130,7 +130,7 @@ def test_a_micro_batch_has_the_marks_of_its_segments(spark: SparkSession, tmp_pa
     with SegmentSink(tmp_path / "audit", durability="os") as sink:
         sink.write([msgspec.json.decode(happened("s", 2, "m2"), type=AuditEvent)])
         sink.seal()
-    stream, tables = EventStream(tmp_path / "audit"), Tables(tmp_path / "tables")
+    stream, tables = SegmentStream(tmp_path / "audit"), Tables(tmp_path / "tables")
     ready = stream.pending_after(-1).ready
     rows = bronze.plain(spark, [stream.path_of(segment) for segment in ready], with_date=True)
     found = bronze_writer.write_carried(spark, tables, stream, ready, rows)

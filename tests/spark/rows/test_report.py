@@ -26,7 +26,7 @@ from postroom.pipeline.report.facts import (
     KEPT,
     REMOVED,
     Attained,
-    GoalFacts,
+    GoalProfile,
     Pair,
     Pattern,
     Percentiles,
@@ -84,7 +84,7 @@ def hostile(text: str = EVIL) -> ReportFacts:
             )
         ],
         suspects=[Suspect(text, text, text, 2, 2, False, at)],
-        goals=[GoalFacts(text, text, 3, at, at + HOUR_US, Profile(text, stacks))],
+        goals=[GoalProfile(text, text, 3, at, at + HOUR_US, Profile(text, stacks))],
         decisions={"completed": 2},
         decision_queue=QueueFacts(text, 2, 1, 0),
         lapses=1,
@@ -615,7 +615,7 @@ def test_a_goal_is_drawn_whose_messages_have_no_place_and_no_time() -> None:
     """They name each other as their parents, and nobody has told that they were created."""
     row = {"org_id": "o", "hour_us": None, "stack": None, "messages": 2, "work_us": 5, "wait_us": 0}
     goal = goal_of("g", [row], (0, DAY_US))
-    assert goal == GoalFacts("g", "o", 2, None, None, Profile("g", [(("?",), 5)]))
+    assert goal == GoalProfile("g", "o", 2, None, None, Profile("g", [(("?",), 5)]))
     facts = hostile("words")._replace(goals=[goal])
     assert "2 messages</p>" in page(facts)
     with_hour = goal_of("g", [row, {**row, "hour_us": HOUR_US}], (0, DAY_US))

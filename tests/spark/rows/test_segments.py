@@ -12,14 +12,14 @@ from postroom.audit.segment_retention import retain
 from postroom.audit.segment_writer import SegmentSink
 from postroom.core.formats.events import AuditEvent
 from postroom.errors import InvalidMessage
-from postroom.pipeline.delta.tables import Staged, Tables
+from postroom.pipeline.delta.tables import StagedFiles, Tables
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.ingest.segments import (
     TABLE,
-    EventStream,
     Gap,
     PendingSegments,
     Segment,
+    SegmentStream,
     batches,
     ingest_txns,
 )
@@ -38,11 +38,11 @@ def folder_with(place: Path, *numbers: int) -> Path:
 
 
 def pending_segments(folder: Path, ingested: int, *, skip_missing: bool = False) -> PendingSegments:
-    return EventStream(folder).pending_after(ingested, skip_missing=skip_missing)
+    return SegmentStream(folder).pending_after(ingested, skip_missing=skip_missing)
 
 
 def ingest_id(folder: Path) -> str:
-    return EventStream(folder).ingest_id
+    return SegmentStream(folder).ingest_id
 
 
 def numbers(found: list[Segment]) -> list[int]:
@@ -244,11 +244,11 @@ def test_a_stream_is_known_by_its_name_wherever_it_lies(tmp_path: Path) -> None:
 
 def test_a_published_copy_is_continued_where_the_folder_was_read(chained: Path, tmp_path: Path) -> None:
     stream_name(chained)
-    stream, tables = EventStream(chained), Tables(tmp_path / "tables")
+    stream, tables = SegmentStream(chained), Tables(tmp_path / "tables")
     txns = ingest_txns(stream.ingest_id, stream.segments()[2])
-    tables.commit(TABLE, Staged(bronze.ROWS, bronze.PARTITIONS, []), txns=txns)
+    tables.commit(TABLE, StagedFiles(bronze.ROWS, bronze.PARTITIONS, []), txns=txns)
     Publisher(chained, f"file://{tmp_path}/copy").publish()
-    assert told(EventStream(tmp_path / "copy").pending(tables)) == ([4, 5], [], [])
+    assert told(SegmentStream(tmp_path / "copy").pending(tables)) == ([4, 5], [], [])
 
 
 @pytest.mark.parametrize("said", [b"", b"\n", b"\xff\xfe"])

@@ -15,7 +15,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.errors import InvalidMessage, TableChanged, Unavailable
 from postroom.pipeline.delta.delta_log import LOG, MAINTENANCE, Txn, path_below
 from postroom.pipeline.delta.storage import Storage
-from postroom.pipeline.delta.tables import Split, Staged, Tables
+from postroom.pipeline.delta.tables import Split, StagedFiles, Tables
 from tests.spark.conftest import TablesOf
 from tests.spark.plainrows import counted, rows_of
 from tests.spark.stories import Story
@@ -144,7 +144,7 @@ def test_the_log_names_what_a_commit_did(spark: SparkSession, tables: Tables) ->
     tables.swap("t", numbers(spark, 6, 9), tables.files("t")[:1], partition_by=("day",))
     tables.mark("t", [Txn("job", 1)])
     assert tables.compact("t") > 0
-    nothing = Staged(tables.schema("t"), ("day",), [])
+    nothing = StagedFiles(tables.schema("t"), ("day",), [])
     tables.commit("t", nothing, tables.files("t")[:1], txns=[Txn(MAINTENANCE, 1)])
     log = reversed(deltalake.DeltaTable(tables.folder / "t").history())
     named = [(commit["operation"], commit.get("userMetadata")) for commit in log]

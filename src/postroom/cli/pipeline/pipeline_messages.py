@@ -93,10 +93,10 @@ def retain(
     from postroom.pipeline.spark.session import need_packages
 
     need_packages()
-    from postroom.pipeline.retention import Policy, RetentionJob, read_holds, read_org_days
+    from postroom.pipeline.retention import RetentionJob, RetentionPolicy, read_holds, read_org_days
 
     orgs, goals = (frozenset[str](), frozenset[str]()) if hold is None else read_holds(hold)
-    policy = Policy(
+    policy = RetentionPolicy(
         keep_days=keep_days,
         org_days={} if org_days is None else read_org_days(org_days),
         failures_days=failures_days or 0,
@@ -177,10 +177,10 @@ def replay(
 
     need_tables(tables.place)
     there = tables.open()
-    from postroom.pipeline.replay import ReplayRequest
+    from postroom.pipeline.replay import ReplaySelection
     from postroom.pipeline.replay import replay as submit
 
-    wanted = ReplayRequest(
+    wanted = ReplaySelection(
         where=condition,
         to=to,
         since_us=since,

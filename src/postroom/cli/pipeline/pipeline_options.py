@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from postroom.pipeline.delta.tables import Tables
-    from postroom.pipeline.ingest.segments import EventStream
+    from postroom.pipeline.ingest.segments import SegmentStream
     from postroom.pipeline.jobs import Pipeline
     from postroom.pipeline.lineage import JobRun
 
@@ -42,11 +42,11 @@ class TablesPlace(NamedTuple):
 
         return Tables(self.place, Access(self.storage, self.mounts))
 
-    def streams(self, events: tuple[str, ...]) -> "list[EventStream]":
+    def streams(self, events: tuple[str, ...]) -> "list[SegmentStream]":
         from postroom.pipeline.delta.storage import Access, Storage
-        from postroom.pipeline.ingest.segments import EventStream
+        from postroom.pipeline.ingest.segments import SegmentStream
 
-        return [EventStream(Storage(place, Access(self.storage, self.mounts))) for place in events]
+        return [SegmentStream(Storage(place, Access(self.storage, self.mounts))) for place in events]
 
 
 def _pairs(what: str, form: str) -> Callable[..., dict[str, str]]:

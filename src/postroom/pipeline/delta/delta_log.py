@@ -108,7 +108,7 @@ class Commit(NamedTuple):
     """Whether it changed no row and recorded no progress: a compaction, a new column."""
 
 
-class Change(NamedTuple):
+class CommitContent(NamedTuple):
     """The contents of one commit."""
 
     columns: Schema
@@ -425,7 +425,7 @@ class Logs:
         mode: Mode = "append",
     ) -> None:
         """Commit actions on top of version `base`, or of the last version if it is None."""
-        change = Change(delta_schema(schema), partition_by, actions, list(txns), mode, base is None)
+        change = CommitContent(delta_schema(schema), partition_by, actions, list(txns), mode, base is None)
         removed = {action.path for action in actions if isinstance(action, RemoveAction)}
         delta = self._delta(name)
         for _ in range(COMMIT_TRIES_MAX):
@@ -443,7 +443,7 @@ class Logs:
             delta = self._latest(name)
         raise TableChanged(name)
 
-    def _create(self, name: str, change: Change) -> None:
+    def _create(self, name: str, change: CommitContent) -> None:
         if self.storage.local is not None:
             (self.storage.local / name).mkdir(parents=True, exist_ok=True)
         try:
@@ -474,7 +474,7 @@ class Logs:
                 raise TableChanged(name)
 
 
-def _write(storage: Storage, name: str, delta: DeltaTable, change: Change) -> bool:
+def _write(storage: Storage, name: str, delta: DeltaTable, change: CommitContent) -> bool:
     """Commit the version after that of `delta`; false if this has to be tried on top of the last one.
 
     New columns, and the other partitions of an overwrite, are a commit before it.
@@ -500,7 +500,7 @@ def _write(storage: Storage, name: str, delta: DeltaTable, change: Change) -> bo
     return True
 
 
-def _emptied(storage: Storage, name: str, version: int, change: Change) -> DeltaTable:
+def _emptied(storage: Storage, name: str, version: int, change: CommitContent) -> DeltaTable:
     """The version after this one, without rows and with the columns and partitions of a change.
 
     delta-rs changes partitions only by a write of rows, and here files are committed. A job that is killed
@@ -518,7 +518,7 @@ def _emptied(storage: Storage, name: str, version: int, change: Change) -> Delta
     return delta
 
 
-def _properties(change: Change) -> CommitProperties:
+def _properties(change: CommitContent) -> CommitProperties:
     return CommitProperties(
         custom_metadata={"userMetadata": change.operation},
         app_transactions=[Transaction(*txn) for txn in change.txns],

@@ -82,7 +82,7 @@ COMPACT_BYTES: Final = 128 << 20
 FOOTERS_AT_ONCE: Final = 16  # files whose footers are read at a time
 
 
-class Staged(NamedTuple):
+class StagedFiles(NamedTuple):
     """Files that are written but not committed yet."""
 
     schema: StructType
@@ -306,7 +306,7 @@ class Tables(Logs):
 
     def stage(
         self, name: str, df: DataFrame, *, partition_by: Sequence[str] = (), split: Split | None = None
-    ) -> Staged:
+    ) -> StagedFiles:
         """Write files for a later commit. Until then no reader sees them.
 
         Rows that differ in their `split` go to different files.
@@ -319,7 +319,7 @@ class Tables(Logs):
         adds = self._written(
             name, lambda folder: self._writer(name, rows, partition_by).parquet(folder), partition_by
         )
-        staged = Staged(df.schema, tuple(partition_by), adds)
+        staged = StagedFiles(df.schema, tuple(partition_by), adds)
         require_rows(name, staged, counted.get["rows"])
         return staged
 
@@ -362,7 +362,7 @@ class Tables(Logs):
 
     def _write_small(
         self, name: str, df: DataFrame, partition_by: Sequence[str], split: Split | None
-    ) -> Staged:
+    ) -> StagedFiles:
         """Write the rows of a small table in this process."""
         rows = (df if split is None else df.withColumn(SPLIT, split.number)).toArrow()
         files = arrow_files.files_of(
@@ -379,7 +379,7 @@ class Tables(Logs):
             self.storage.write(f"{name}/{path}", data)
             footer = pq.read_metadata(io.BytesIO(data))
             adds.append(_add(name, StoredFile(path, len(data), now_ms), footer, partition_by))
-        staged = Staged(df.schema, tuple(partition_by), adds)
+        staged = StagedFiles(df.schema, tuple(partition_by), adds)
         require_rows(name, staged, rows.num_rows)
         return staged
 
@@ -408,7 +408,7 @@ class Tables(Logs):
     def commit(
         self,
         name: str,
-        staged: Staged,
+        staged: StagedFiles,
         removed: Iterable[DataFile] = (),
         *,
         txns: Iterable[Txn] = (),
@@ -444,7 +444,7 @@ class Tables(Logs):
         )
 
 
-def require_rows(name: str, staged: Staged, rows: int) -> None:
+def require_rows(name: str, staged: StagedFiles, rows: int) -> None:
     """Raise if the staged files have other rows than those that were written."""
     if staged.rows != rows:
         raise Unavailable(

@@ -20,7 +20,7 @@ from postroom.errors import InvalidMessage
 from postroom.pipeline.generator.faults import Fault, Faults
 from postroom.pipeline.generator.messages import GeneratedSource, LineBatch
 from postroom.pipeline.generator.traffic import HOUR, S, Traffic
-from postroom.pipeline.generator.world import World
+from postroom.pipeline.generator.world import HistoryWorld
 
 MESSAGES_MAX: Final = 1_000_000_000
 FAULTS: Final = "_faults.jsonl"
@@ -130,7 +130,7 @@ def generate(
     random = Random(seed)  # noqa: S311 - a seed has to give the same history
     span_us = max(SPAN_US, messages * S // MESSAGES_A_S_MAX)
     gap_us = max(1, int(span_us * MESSAGES_A_GOAL / messages))
-    traffic = Traffic(World(random), start_us, gap_us, messages)
+    traffic = Traffic(HistoryWorld(random), start_us, gap_us, messages)
     planted = Faults(traffic, Random(seed + 1), messages if faults else 0)  # noqa: S311 - the same
     clock = HistoryClock(start_us)
     with SegmentSink(folder, seal_after_s=SEAL_AFTER_S, durability="os", clock=clock) as sink:

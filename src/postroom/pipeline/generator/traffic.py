@@ -26,7 +26,7 @@ from postroom.pipeline.generator.world import (
     SERVICES,
     SOURCES,
     Family,
-    World,
+    HistoryWorld,
 )
 
 MS: Final = 1_000
@@ -87,7 +87,7 @@ class Due(NamedTuple):
 class Traffic:
     """Creates messages in the order of time, up to `limit`."""
 
-    def __init__(self, world: World, start_us: int, goal_gap_us: int, limit: int) -> None:
+    def __init__(self, world: HistoryWorld, start_us: int, goal_gap_us: int, limit: int) -> None:
         self.world = world
         self.feeds = [GeneratedSource(name) for name in SOURCES]
         self.now_us = start_us

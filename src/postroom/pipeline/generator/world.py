@@ -150,7 +150,7 @@ FATES: Final = (
 THOUSAND: Final = 1_000
 
 
-class World:
+class HistoryWorld:
     """The random facts of one history."""
 
     def __init__(self, random: Random) -> None:

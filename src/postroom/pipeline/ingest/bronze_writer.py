@@ -23,10 +23,10 @@ from pyspark.errors import PySparkException
 from pyspark.sql import Column, DataFrame, Observation, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.delta.tables import Staged, Tables, require_rows
+from postroom.pipeline.delta.tables import StagedFiles, Tables, require_rows
 from postroom.pipeline.ingest import bronze, lines
 from postroom.pipeline.ingest.lines import Inspected
-from postroom.pipeline.ingest.segments import EventStream, Segment
+from postroom.pipeline.ingest.segments import Segment, SegmentStream
 from postroom.pipeline.schedule import run_in_order
 from postroom.pipeline.schema import MARK, REQUIRED
 from postroom.pipeline.spark.session import is_local
@@ -51,7 +51,7 @@ class WrittenSegments(NamedTuple):
     """The files of some segments, staged for a commit, and the number of lines."""
 
     segments: list[Segment]
-    staged: Staged
+    staged: StagedFiles
     lines: int
     bad_segments: int | None
     """The segments with a bad line, as bits; see `bronze.segment_bits`."""
@@ -63,7 +63,7 @@ class WrittenSegments(NamedTuple):
 
 
 def write_segments(
-    spark: SparkSession, tables: Tables, stream: EventStream, segments: Iterable[Segment]
+    spark: SparkSession, tables: Tables, stream: SegmentStream, segments: Iterable[Segment]
 ) -> WrittenSegments:
     """Write the files of segments of a stream. They become visible with a later commit."""
     segments = list(segments)
@@ -71,13 +71,13 @@ def write_segments(
     adds = _write_plain_lines(spark, tables, stream, segments) if found.is_trusted else None
     if adds is None:
         return write_validated_lines(spark, tables, stream, segments)
-    staged = Staged(bronze.ROWS, bronze.PARTITIONS, adds)
+    staged = StagedFiles(bronze.ROWS, bronze.PARTITIONS, adds)
     require_rows(TABLE, staged, found.lines)
     return WrittenSegments(segments, staged, staged.rows, None)
 
 
 def write_carried(
-    spark: SparkSession, tables: Tables, stream: EventStream, ready: list[Segment], rows: DataFrame
+    spark: SparkSession, tables: Tables, stream: SegmentStream, ready: list[Segment], rows: DataFrame
 ) -> WrittenSegments:
     """Write the events of a stream that a micro-batch carries, of segments that are ready.
 
@@ -109,13 +109,13 @@ def write_carried(
     return WrittenSegments(segments, both, staged.rows + rest.lines, rest.bad_segments)
 
 
-def texts_of(spark: SparkSession, stream: EventStream, segments: Iterable[Segment]) -> DataFrame:
+def texts_of(spark: SparkSession, stream: SegmentStream, segments: Iterable[Segment]) -> DataFrame:
     """The lines of segments: `value`, `segment`, `date`."""
     return bronze.texts(spark, str(stream), [stream.path_of(segment) for segment in segments])
 
 
 def _inspected(
-    spark: SparkSession, tables: Tables, stream: EventStream, segments: list[Segment]
+    spark: SparkSession, tables: Tables, stream: SegmentStream, segments: list[Segment]
 ) -> _Inspection:
     """The lines of all segments, and whether all can be trusted. Executors look, unless data are small."""
     segments = [segment for segment in segments if segment.size]  # Spark reads no empty file
@@ -132,7 +132,7 @@ def _inspected(
     return _Inspection(sum(each.lines for each in found.values()), is_trusted)
 
 
-def hashes_of(spark: SparkSession, stream: EventStream, segments: Sequence[Segment]) -> dict[str, str]:
+def hashes_of(spark: SparkSession, stream: SegmentStream, segments: Sequence[Segment]) -> dict[str, str]:
     """The SHA-256 of the bytes of segments, by their names, which executors compute."""
     found = {segment.name: EMPTY_SHA256 for segment in segments}
     if full := [segment for segment in segments if segment.size]:  # Spark reads no empty file
@@ -142,7 +142,7 @@ def hashes_of(spark: SparkSession, stream: EventStream, segments: Sequence[Segme
 
 
 def _inspected_by_executors(
-    spark: SparkSession, stream: EventStream, segments: Iterable[Segment]
+    spark: SparkSession, stream: SegmentStream, segments: Iterable[Segment]
 ) -> dict[str, Inspected]:
     """What was found in segments that are not empty, by their names."""
     look: Callable[..., Column] = F.arrow_udf(lines.inspect_files, INSPECTED)  # type: ignore[attr-defined]
@@ -152,7 +152,9 @@ def _inspected_by_executors(
     return {"/".join(row["path"].split("/")[-3:]): Inspected(*row["found"]) for row in rows}
 
 
-def _files_of(spark: SparkSession, stream: EventStream, segments: Iterable[Segment]) -> tuple[DataFrame, str]:
+def _files_of(
+    spark: SparkSession, stream: SegmentStream, segments: Iterable[Segment]
+) -> tuple[DataFrame, str]:
     """The files of segments, and the column with what `inspect_files` takes.
 
     Python opens files of this machine by itself: on its way through the JVM, a segment of 128 MiB takes more
@@ -180,7 +182,7 @@ def _mark(segments: Iterable[Segment]) -> Column:
 
 
 def _write_plain_lines(
-    spark: SparkSession, tables: Tables, stream: EventStream, segments: list[Segment]
+    spark: SparkSession, tables: Tables, stream: SegmentStream, segments: list[Segment]
 ) -> list[AddAction] | None:
     """None when a line is no event; the files are deleted then."""
     adds: list[AddAction] = []
@@ -198,7 +200,7 @@ def _write_plain_lines(
 
 
 def _write_by_date(
-    spark: SparkSession, tables: Tables, stream: EventStream, segments: list[Segment], adds: list[AddAction]
+    spark: SparkSession, tables: Tables, stream: SegmentStream, segments: list[Segment], adds: list[AddAction]
 ) -> None:
     mark = _mark(segments)
     if tables.is_small:  # a job takes longer than its rows
@@ -224,7 +226,7 @@ def _is_whole(add: AddAction) -> bool:
 
 
 def write_validated_lines(
-    spark: SparkSession, tables: Tables, stream: EventStream, segments: list[Segment]
+    spark: SparkSession, tables: Tables, stream: SegmentStream, segments: list[Segment]
 ) -> WrittenSegments:
     """Validate every line. A line that is no event is left out, and the bit of its segment is set."""
     seen = Observation()

@@ -118,7 +118,7 @@ def named_hashes(segments: Sequence[Segment]) -> dict[str, str]:
     return {segment.name: segment.hash for segment in segments}
 
 
-class EventStream:
+class SegmentStream:
     """The folder of an audit stream, and what a table has ingested of it."""
 
     def __init__(self, place: Path | str | Storage) -> None:

@@ -86,7 +86,7 @@ class Suspect(NamedTuple):
     last_us: int
 
 
-class GoalFacts(NamedTuple):
+class GoalProfile(NamedTuple):
     """A goal, and where its messages spent their time."""
 
     goal_id: str
@@ -129,7 +129,7 @@ class ReportFacts(NamedTuple):
     traffic: list[Pair]
     patterns: list[Pattern]
     suspects: list[Suspect]
-    goals: list[GoalFacts]
+    goals: list[GoalProfile]
     decisions: dict[str, int]
     """The outcomes of the harness' own messages. Only their errors and dead letters count elsewhere too."""
     decision_queue: QueueFacts | None

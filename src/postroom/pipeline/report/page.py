@@ -20,7 +20,7 @@ from postroom.pipeline.report import plots, words
 from postroom.pipeline.report.facts import (
     KEPT,
     REMOVED,
-    GoalFacts,
+    GoalProfile,
     Pair,
     Pattern,
     QueueFacts,
@@ -514,7 +514,7 @@ def _pair(pair: Pair, top: int) -> Cell:
 class GoalView(NamedTuple):
     """A goal, and how it is shown."""
 
-    goal: GoalFacts
+    goal: GoalProfile
     text: str
     plot: Markup
     table: Table
@@ -530,7 +530,7 @@ def _goals(facts: ReportFacts) -> list[GoalView]:
     return [_goal(goal, colours, facts.step_us) for goal in facts.goals]
 
 
-def _goal(goal: GoalFacts, colours: dict[str, int], step_us: int) -> GoalView:
+def _goal(goal: GoalProfile, colours: dict[str, int], step_us: int) -> GoalView:
     text = f"{duration(goal.profile.total_us)} in {plural(goal.messages, 'message')}"
     if goal.from_us is not None and goal.until_us is not None:
         text += f", created from {moment(goal.from_us, step_us)} to {moment(goal.until_us, step_us)}"

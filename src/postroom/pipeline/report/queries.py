@@ -29,7 +29,7 @@ from postroom.pipeline.report.facts import (
     KEPT,
     REMOVED,
     Attained,
-    GoalFacts,
+    GoalProfile,
     Pair,
     Pattern,
     Percentiles,
@@ -420,7 +420,7 @@ class ReportReader:
         )
         return [Suspect(**row) for row in rows]
 
-    def goals(self, limit: int) -> list[GoalFacts]:
+    def goals(self, limit: int) -> list[GoalProfile]:
         """The goals with most messages, the largest first."""
         rows = self._db.rows(
             f"""WITH largest AS (SELECT goal_id, sum(messages) AS size, sum(work_us + wait_us) AS whole_us
@@ -481,7 +481,7 @@ def _percentiles_of(row: Mapping[str, Any]) -> Percentiles:
     return Percentiles(row["n"], row["p50_us"], row["p95_us"], row["p99_us"])
 
 
-def goal_of(goal_id: str, rows: list[dict[str, Any]], extent: tuple[int, int]) -> GoalFacts:
+def goal_of(goal_id: str, rows: list[dict[str, Any]], extent: tuple[int, int]) -> GoalProfile:
     """A goal from its rows in `gold_flames`. Its hours are clipped to the period of the history."""
     sums: dict[tuple[str, ...], int] = {}
     for row in rows:
@@ -491,7 +491,7 @@ def goal_of(goal_id: str, rows: list[dict[str, Any]], extent: tuple[int, int]) -
                 sums[stack] = sums.get(stack, 0) + us
     stacks: list[Stack] = sorted(sums.items())
     hours = [row["hour_us"] for row in rows if row["hour_us"] is not None]
-    return GoalFacts(
+    return GoalProfile(
         goal_id,
         next((row["org_id"] for row in rows if row["org_id"] is not None), UNNAMED),
         sum(row["messages"] for row in rows),
