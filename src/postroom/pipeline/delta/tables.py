@@ -79,7 +79,7 @@ WRITE_OPTIONS: Final = {
 }
 KEEP_HOURS: Final = 168  # `vacuum` keeps the files of versions of this age, for their readers
 COMPACT_BYTES: Final = 128 << 20
-FOOTERS_AT_ONCE: Final = 16  # files whose footers are read at a time
+FILES_AT_ONCE: Final = 16  # whose footers are read, and that are moved, at a time
 
 
 class StagedFiles(NamedTuple):
@@ -352,10 +352,10 @@ class Tables(Logs):
                 for file in self.storage.files(load)
                 if file.path.endswith(".parquet")  # and not a checksum
             ]
-            with ThreadPoolExecutor(FOOTERS_AT_ONCE, thread_name_prefix="footer") as pool:
+            with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="files") as pool:
                 footers = list(pool.map(lambda file: self._parquet(load, file.path).metadata, files))
-            for file in files:
-                self.storage.move(f"{load}/{file.path}", f"{name}/{file.path}")
+                names = [file.path for file in files]
+                list(pool.map(lambda path: self.storage.move(f"{load}/{path}", f"{name}/{path}"), names))
         finally:
             self.storage.delete_folder(load)
         return [_add(name, file, footer, partition_by) for file, footer in zip(files, footers, strict=True)]
