@@ -180,6 +180,7 @@ def test_client_imports_only_the_standard_library_and_msgspec() -> None:
         "postroom.calls.fields",
         "postroom.calls.goals",
         "postroom.calls.messages",
+        "postroom.calls.submit",
         "postroom.calls.tasks",
         "postroom.calls.verb",
         "postroom.client",

@@ -20,7 +20,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, Unpack
 
 import msgspec
 from msgspec import UNSET
@@ -28,6 +28,7 @@ from msgspec import UNSET
 from postroom.calls import agents, goals, messages
 from postroom.calls.agents import RegisteredAnswer
 from postroom.calls.messages import MessagesAnswer, Submit
+from postroom.calls.submit import ChildFields, MessageOptions
 from postroom.client import arguments
 from postroom.client.calls import HttpClient, deadline_after
 from postroom.client.connections import pause_s
@@ -104,7 +105,13 @@ class EngineClient(HttpClient):
 
     # ---- messages ------------------------------------------------------------------------------
 
-    def submit(self, *, type: str, payload: Mapping[str, Any], **fields: Any) -> str:  # noqa: A002 - the contract's word
+    def submit(
+        self,
+        *,
+        type: str,  # noqa: A002 - the contract's word
+        payload: Mapping[str, Any],
+        **fields: Unpack[ChildFields],
+    ) -> str:
         """Store one message and return its id. `fields` are those of `Engine.submit`."""
         [message_id] = self.submit_many([{"type": type, "payload": payload, **fields}])
         return message_id
@@ -357,7 +364,7 @@ class RemoteAgent:
         type: str,  # noqa: A002 - the contract's word
         payload: Mapping[str, Any],
         timeout_s: float | None = None,
-        **fields: Any,
+        **fields: Unpack[MessageOptions],
     ) -> Any:
         """Submit a message and wait for its answer; a streamed answer is joined.
 
@@ -391,7 +398,7 @@ class RemoteAgent:
         payload: Mapping[str, Any],
         timeout_s: float | None = None,
         restart: Literal["raise", "replace"] = "raise",
-        **fields: Any,
+        **fields: Unpack[MessageOptions],
     ) -> "PartStream":
         """Submit a message and iterate over the parts of its answer, the last one included.
 
