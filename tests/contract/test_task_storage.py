@@ -218,8 +218,8 @@ def test_tasks_of_a_store_without_counts_are_counted_once(tasks: Tasks, clock: M
 def test_counts_are_right_after_processes_were_killed(url: str) -> None:
     def work(step: int) -> None:
         with Tasks.open(url) as tasks:
-            kind = tasks.store.write(type)
-            calls = [(tasks.store, "write"), (kind, "insert"), (kind, "put_cell")]
+            kind, cells = tasks.store.write(lambda transaction: (type(transaction), type(transaction.cells)))
+            calls = [(tasks.store, "write"), (kind, "insert"), (cells, "put")]
             children.die_at_calls(step, calls)
             for _ in range(4):
                 tasks.enqueue_many({"agent": ACME, "payload": payload} for payload in (LARGE, "small"))
