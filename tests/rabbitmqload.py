@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from postroom import Engine
 from postroom.errors import StoreUnreachable, Unavailable
-from postroom.stores.rabbitmq.lanes import Delivery
+from postroom.stores.rabbitmq.lanes import LaneDelivery
 from postroom.stores.rabbitmq.store import RabbitStore
 from tests.tcpproxy import TcpProxy
 from tests.waiting import HANG_GUARD_S
@@ -60,7 +60,7 @@ class Load:
     def _note_deliveries(self) -> None:
         add = self.store.deliveries.add
 
-        def noted(delivery: Delivery) -> bool:
+        def noted(delivery: LaneDelivery) -> bool:
             self._delivered.setdefault(delivery.note.message_id, time.monotonic())
             return add(delivery)
 

@@ -12,7 +12,7 @@ from postroom.stores.rabbitmq.lanes import (
     DELAY_STEP_MS,
     SHARDS,
     Deliveries,
-    Delivery,
+    LaneDelivery,
     Note,
     Topology,
     delay_step_ms,
@@ -135,8 +135,8 @@ def test_shards_are_used_evenly() -> None:
 # ---- deliveries ------------------------------------------------------------------------------------------
 
 
-def delivery(message_id: str, tag: int, lane: int = 2, arrived: float = 0.0) -> Delivery:
-    return Delivery("org:acme", Note(message_id, lane), tag, 1, arrived)
+def delivery(message_id: str, tag: int, lane: int = 2, arrived: float = 0.0) -> LaneDelivery:
+    return LaneDelivery("org:acme", Note(message_id, lane), tag, 1, arrived)
 
 
 def test_deliveries_of_messages_that_were_claimed_without_them_are_refused() -> None:
@@ -161,7 +161,7 @@ def test_deliveries_keep_their_order_when_they_are_put_back() -> None:
     assert deliveries.homes(0) == ["org:acme"]
     assert [each.tag for each in deliveries.take_old(1.0, lane=0)] == [2, 4]
     assert [each.tag for each in deliveries.take_old(1.0)] == [3]
-    deliveries.add(Delivery("org:acme", Note("m5", 2, is_delayed=True), 5, 1, 0.0))
+    deliveries.add(LaneDelivery("org:acme", Note("m5", 2, is_delayed=True), 5, 1, 0.0))
     assert not deliveries.take_old(1.0)
     assert [each.tag for each in deliveries.take_held(1.0)] == [5]
     assert deliveries.is_silent  # nothing waits, and the last one arrived long ago

@@ -11,7 +11,7 @@ from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.message import Durability, Envelope
 from postroom.stores.base import FOREVER_NS, Listing
 from postroom.stores.own_ids import EARLIER_RULE
-from postroom.stores.postgres.known import Known
+from postroom.stores.postgres.known import PostgresKnown
 from postroom.stores.postgres.store import PostgresStore
 from postroom.stores.transaction import Claim, Transaction
 from postroom.system.clock import SystemClock
@@ -130,7 +130,7 @@ def test_worker_pause_needs_no_round_trip_and_ends_at_the_deadline(database: str
 
 
 def test_a_deadline_of_a_commit_under_way_is_not_forgotten_by_a_read() -> None:
-    known = Known("t1", EARLIER_RULE)
+    known = PostgresKnown("t1", EARLIER_RULE)
     known.note_deadline(5_000, now_ns=1_000)  # its commit is not over when another thread reads
     known.set_deadlines([9_000, None], now_ns=2_000)
     assert known.deadlines == (5_000, 2_000)

@@ -13,14 +13,17 @@ from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
+from postroom.core.lifecycle import lifecycle
 from postroom.errors import InvalidMessage, UnknownTask, UnreadableValue
 from postroom.message import Durability, Envelope, Event, Record, State, Step, Stored, org_of
 
 T = TypeVar("T")
 
+_decode_event = msgspec.json.Decoder(Event).decode
+
 LANES = 4
 NEWEST = -1
-NUMBER_MAX: Final = 2**63 - 1
+EVERYTHING: Final = 2**63 - 1  # a limit or a position that leaves nothing out
 FOREVER_NS = 2**63 - 1
 CLAIM_BYTES_MAX = 32 * 1024 * 1024  # of payloads in one claim, and one more payload
 OVERDUE_A_CLAIM_MAX = 100  # ended leases and delays that one claim handles; the next claim handles the rest
@@ -114,6 +117,19 @@ class Kept(msgspec.Struct, frozen=True, gc=False):
     """Events that the record does not imply, as JSON lines."""
 
 
+def stored_message(record: Record, kept: Kept) -> Stored:
+    """The message of a record, its result, and the history that the record and its trail imply."""
+    envelope = Envelope(
+        message_id=record.message_id, queue=record.queue, payload=kept.payload, type=kept.type,
+        parent_message_id=kept.parent_message_id, key=kept.key, priority=record.priority,
+        max_retries=record.max_retries, delay_ns=kept.delay_ns, ttl_ns=kept.ttl_ns,
+        durability=record.durability, sender=record.sender,
+    )  # fmt: skip
+    first = lifecycle.created(envelope, record.message_id, record.seq, record.created_us)
+    later = [_decode_event(line) for line in kept.trail.split(b"\n") if line]
+    return Stored(record, envelope, kept.result, lifecycle.history(record, first, later))
+
+
 class Limits(msgspec.Struct, frozen=True):
     """The limits of one queue."""
 
@@ -205,9 +221,12 @@ def by_state(counts: Mapping[Counted, int]) -> dict[Counted, int]:
     return {"QUEUED": queued, **states} if queued else states
 
 
-def unknown(message_id: str) -> UnknownTask:
-    """The error for an id that is not in the store."""
-    return UnknownTask(message_id)
+def in_order(found: Mapping[str, Record], message_ids: Iterable[str]) -> list[Record]:
+    """The records of these messages. An unknown id raises `UnknownTask`."""
+    try:
+        return [found[message_id] for message_id in message_ids]
+    except KeyError as error:
+        raise UnknownTask(error.args[0]) from None
 
 
 # ---- the seam --------------------------------------------------------------------------------------
@@ -387,7 +406,7 @@ class Lanes(ABC):
 
     def oldest(self, lane: int) -> Record | None:
         """The record of an organization that has waited longest in a lane."""
-        heads = [head for queue in self.active(lane, "", NUMBER_MAX) for head in self.pull(queue, lane, 1)]
+        heads = [head for queue in self.active(lane, "", EVERYTHING) for head in self.pull(queue, lane, 1)]
         return min((head.record for head in heads), key=attrgetter("ready_at"), default=None)
 
     def has_overdue(self) -> bool:

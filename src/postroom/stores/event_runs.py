@@ -3,7 +3,7 @@
 A verb that handles many messages emits events that differ in a few numbers. They are stored as one run. A
 message that is inserted alone needs no row of events at first, because its record implies both events. The
 next commit with other events writes the implied events too, and so does a commit that finds `IMPLIED_MAX` of
-them. So the records behind the last row of events are exactly those whose events are implied.
+them. So the records after the last row of events are exactly those whose events are implied.
 
 A row that cannot be read does not stop the readers: each of its events is replaced by an `alert` of the same
 number, because a gap in the numbers would look like a loss. The bytes of the row stay in the store.
@@ -210,7 +210,7 @@ INCOMPLETE = "events are missing in its row"
 
 
 def alerts_for(row: StoredRow, reached: int, fault: str) -> Iterator[Event]:
-    """An alert for each event of a row behind `reached`, which cannot be read."""
+    """An alert for each event of a row that cannot be read, after `reached`."""
     first = max(reached + 1, row.first)
     detail = {
         "row": row.number, "first": first, "last": row.last, "bytes": len(row.batch),

@@ -32,7 +32,7 @@ from postroom.stores.base import (
     Records,
     count_changes,
     counted_as,
-    unknown,
+    in_order,
 )
 from postroom.stores.own_ids import OwnIds, first_rule
 from postroom.stores.store import Capabilities, Store
@@ -208,10 +208,7 @@ class MemoryRecords(Records):
     def find(self, pick: Pick) -> list[Record]:
         match pick:
             case ByIds(message_ids):
-                for message_id in message_ids:
-                    if message_id not in self._data.rows:
-                        raise unknown(message_id)
-                return [self._data.rows[message_id].record for message_id in message_ids]
+                return in_order(self.get_many(message_ids), message_ids)
             case Ending(deadline, until_ns, limit):
                 entries = self._data.indexes.get(("ending", deadline), [])
                 return self._found(entries[: bisect_left(entries, (until_ns + 1,))][:limit])
@@ -226,6 +223,10 @@ class MemoryRecords(Records):
 
     def _found(self, entries: Sequence[tuple[int, int, str]]) -> list[Record]:
         return [self._data.rows[message_id].record for _, _, message_id in entries]
+
+    def get_many(self, message_ids: Sequence[str]) -> dict[str, Record]:
+        rows = self._data.rows
+        return {message_id: rows[message_id].record for message_id in message_ids if message_id in rows}
 
     def load(self, message_id: str) -> Stored | None:
         row = self._data.rows.get(message_id)

@@ -30,7 +30,7 @@ from postroom.engine.rules.extensions import Forget, on_purge
 from postroom.engine.rules.operations import MICROS_PER_S, Operations
 from postroom.engine.rules.policy import FAILED_KEPT_FACTOR, KEEP_GOALS_S, Policy
 from postroom.message import Record, org_of
-from postroom.stores.base import NUMBER_MAX, Listing
+from postroom.stores.base import EVERYTHING, Listing
 from postroom.stores.purge import purge_events
 from postroom.stores.transaction import Transaction
 
@@ -235,7 +235,7 @@ def forget_old_events(operations: Operations, keep_s: float) -> None:
     """Forget the oldest events, except those that a shipper still has to take."""
     transaction = operations.transaction
     before_us = _events_before_us(transaction, keep_s)
-    purge_events(transaction, NUMBER_MAX, before_us, EVENTS_A_COMMIT_MAX)
+    purge_events(transaction, EVERYTHING, before_us, EVENTS_A_COMMIT_MAX)
 
 
 def _events_before_us(transaction: Transaction, keep_s: float) -> int:

@@ -105,7 +105,7 @@ def _cell_rows(source: Store, codec: Codec) -> Iterator[tuple[str, str, bytes]]:
 
 def _cells(source: Store) -> Iterator[tuple[str, str, bytes]]:
     for kind in source.read(lambda transaction: transaction.cells.kinds()):
-        # A page begins behind a key. So the empty key, as of the shipper's position, is read by itself.
+        # A page begins after a key. So the empty key, as of the shipper's position, is read by itself.
         after = ""
         nameless = source.read(lambda transaction, k=kind: transaction.cells.get(k, ""))  # type: ignore[misc]
         if nameless is not None:

@@ -25,7 +25,7 @@ from postroom.stores.conversion import (
     without_key,
 )
 from postroom.stores.postgres.connection import ON_DISK, Address
-from postroom.stores.postgres.known import Known
+from postroom.stores.postgres.known import PostgresKnown
 from postroom.stores.postgres.rows import from_sql
 from postroom.stores.postgres.trips import Connection
 from postroom.stores.store import Store
@@ -52,7 +52,7 @@ class PostgresKeys(Store):
         """Run an attempt until it works, or the server is away for too long."""
 
     @abstractmethod
-    def _opened(self) -> Known:
+    def _opened(self) -> PostgresKnown:
         """What the handle knows of the store, once it is open."""
 
     def _check_keys(self, found: Sequence[Sequence[Any]]) -> None:

@@ -28,7 +28,7 @@ class _Habits(threading.local):
     """How many numbers the last transaction used before it locked records: the next one begins with some."""
 
 
-class Known(OwnIds):
+class PostgresKnown(OwnIds):
     """The memory of one handle. A handle that loses it, as after a fork, stays correct."""
 
     def __init__(self, store_id: str, rule: IdRule, codec: Codec = PLAIN) -> None:

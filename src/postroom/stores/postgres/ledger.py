@@ -10,7 +10,7 @@ from typing import Any
 from postroom.message import Envelope, Record
 from postroom.stores.base import Head
 from postroom.stores.event_runs import EVENTS_PER_NEW, NewRun, Part, traits
-from postroom.stores.postgres.known import Known
+from postroom.stores.postgres.known import PostgresKnown
 from postroom.stores.postgres.rows import from_sql, to_sql
 from postroom.stores.postgres.trips import Answer, Connection, Statement
 
@@ -28,7 +28,7 @@ class PostgresLedger:
 
     def __init__(
         self,
-        known: Known,
+        known: PostgresKnown,
         connection: Connection,
         queries: Mapping[str, str],
         now: tuple[int, int],

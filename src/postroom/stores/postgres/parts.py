@@ -25,14 +25,14 @@ from postroom.stores.base import (
     Records,
     count_changes,
     counted_as,
-    unknown,
+    in_order,
+    stored_message,
 )
 from postroom.stores.event_runs import INCOMPLETE, READ_ERRORS, StoredRow, alerts_for, unpack
 from postroom.stores.postgres.known import ConflictError
 from postroom.stores.postgres.lanes import PostgresLanes
 from postroom.stores.postgres.ledger import PostgresLedger
 from postroom.stores.postgres.rows import changed_row, from_sql, new_row, to_sql
-from postroom.stores.stored_message import stored_message
 
 EVENT_ROWS_A_READ = 256
 PLACED_A_READ_MAX = 10_000  # commits whose events get their positions in one call
@@ -51,7 +51,7 @@ class PostgresRecords(Records):
     def find(self, pick: Pick) -> list[Record]:
         match pick:
             case ByIds(message_ids):
-                return self._by_ids(message_ids)
+                return in_order(self.get_many(message_ids), message_ids)
             case Ending(deadline, until_ns, limit):
                 rows = self._ledger.ask_records(f"ending_{deadline}", (until_ns, limit))
             case Listing(queue, state, after, limit, before):
@@ -68,13 +68,6 @@ class PostgresRecords(Records):
             case _:
                 raise TypeError(pick)
         return [self._ledger.record(row) for row in rows]
-
-    def _by_ids(self, message_ids: Sequence[str]) -> list[Record]:
-        found = self.get_many(message_ids)
-        for message_id in message_ids:
-            if message_id not in found:
-                raise unknown(message_id)
-        return [found[message_id] for message_id in message_ids]
 
     def get_many(self, message_ids: Sequence[str]) -> dict[str, Record]:
         numbers = [self._ledger.known.own_number(message_id) for message_id in message_ids]

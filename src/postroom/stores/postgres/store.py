@@ -39,7 +39,7 @@ from postroom.stores.postgres.connection import (
     unreachable,
 )
 from postroom.stores.postgres.keys import PostgresKeys
-from postroom.stores.postgres.known import DEADLINES_KNOWN_NS, ConflictError, Known
+from postroom.stores.postgres.known import DEADLINES_KNOWN_NS, ConflictError, PostgresKnown
 from postroom.stores.postgres.ledger import NUMBERS_AT_ONCE, PostgresLedger
 from postroom.stores.postgres.parts import PLACED_A_READ_MAX
 from postroom.stores.postgres.rows import RECORD_COLUMNS, TRAIL_BYTES_MAX, to_sql
@@ -116,7 +116,7 @@ class PostgresStore(PostgresKeys):
         self._store_id = store_id
         self._reconnect_s = reconnect_s
         self._pool = Pool(self.address)
-        self._known: Known | None = None
+        self._known: PostgresKnown | None = None
         self._offset_ns = 0
         self._newest_ns = 0
         self._uptime = SystemClock()
@@ -387,9 +387,12 @@ class PostgresStore(PostgresKeys):
         def attempt(connection: Connection) -> T:
             found = connection.run(self._begin_reading(connection))
             now = self._time(int(found.get_value(0, 0) or 0))
-            reading = self._reading(connection, now)
+            known, queries = self._opened(), self._read_only
+            if self.encryption is None and time.monotonic() >= self._look_at_keys:
+                self._check_keys(connection.trip([(queries["fact"], (KEYS_FACT,))])[0].rows)
+            ledger = PostgresLedger(known, connection, queries, now, is_reading=True)
             try:
-                return work(reading)
+                return work(PostgresTransaction(ledger))
             finally:
                 connection.run_unchecked("ROLLBACK")
 
@@ -401,12 +404,6 @@ class PostgresStore(PostgresKeys):
             return f"{_BEGIN_READING}; SELECT {_NOW}"
         number = connection.lock_number = self._random.getrandbits(63)
         return f"{_BEGIN_READING}; {_LIMIT_IDLE}; SELECT {_NOW}, pg_advisory_xact_lock({number})"
-
-    def _reading(self, connection: Connection, now: tuple[int, int]) -> PostgresTransaction:
-        known, queries = self._opened(), self._read_only
-        if self.encryption is None and time.monotonic() >= self._look_at_keys:
-            self._check_keys(connection.trip([(queries["fact"], (KEYS_FACT,))])[0].rows)
-        return PostgresTransaction(PostgresLedger(known, connection, queries, now, is_reading=True))
 
     def events(self, after: int = 0, limit: int = 1_000) -> list[Event]:
         self._place_events()
@@ -432,7 +429,7 @@ class PostgresStore(PostgresKeys):
 
     # ---- life ----------------------------------------------------------------------------------
 
-    def _opened(self) -> Known:
+    def _opened(self) -> PostgresKnown:
         assert self._known is not None  # noqa: S101 - for the type checker: a connection was taken
         return self._known
 
@@ -457,7 +454,7 @@ class PostgresStore(PostgresKeys):
                 self._note_outage(error)
                 raise
 
-    def _set_up(self, connection: Connection) -> Known:
+    def _set_up(self, connection: Connection) -> PostgresKnown:
         """Migrate the schema, and read the facts that every transaction needs."""
         migrate(connection, self.address)
         connection.execute(self.writing["make_partitions"])  # type: ignore[arg-type, unused-ignore]
@@ -474,7 +471,7 @@ class PostgresStore(PostgresKeys):
             else:
                 self._set_clock(connection, self._clock)
             self._note_keys(connection)
-        return Known(store_id, IdRule.of(rule), codec_of(store_id, self.encryption))
+        return PostgresKnown(store_id, IdRule.of(rule), codec_of(store_id, self.encryption))
 
     def _fact(self, connection: Connection, name: str, default: str) -> str:
         """A fact, which is set when it is unknown."""

@@ -61,7 +61,7 @@ class Outgoing(msgspec.Struct, frozen=True, gc=False):
     delay_ms: int = 0
 
 
-class Delivery(msgspec.Struct, frozen=True, gc=False):
+class LaneDelivery(msgspec.Struct, frozen=True, gc=False):
     """A message that the broker delivered and that is not acknowledged yet."""
 
     home: str
@@ -125,15 +125,15 @@ class Deliveries:
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
         self._mutex = threading.Lock()
-        self._waiting: dict[tuple[str, int], deque[Delivery]] = {}
-        self._pending: deque[Delivery] = deque()
+        self._waiting: dict[tuple[str, int], deque[LaneDelivery]] = {}
+        self._pending: deque[LaneDelivery] = deque()
         self._claimed: dict[str, None] = {}
         """Messages that were claimed without a delivery, which may still come."""
         self._last_arrival = time.monotonic()
         self._last_wake = 0.0
         self._has_new_home = False
 
-    def add(self, delivery: Delivery) -> bool:
+    def add(self, delivery: LaneDelivery) -> bool:
         """A delivery arrived. Returns False when its message was claimed without it."""
         with self._mutex:
             if delivery.note.message_id in self._claimed:
@@ -147,11 +147,11 @@ class Deliveries:
             self._wake()
         return True
 
-    def forget(self, message_ids: set[str]) -> list[Delivery]:
+    def forget(self, message_ids: set[str]) -> list[LaneDelivery]:
         """These messages were claimed from the ledger: take out their deliveries, and refuse later ones."""
         with self._mutex:
             self._claimed.update(dict.fromkeys(message_ids))
-            found: list[Delivery] = []
+            found: list[LaneDelivery] = []
             for key, waiting in list(self._waiting.items()):
                 mine = [each for each in waiting if each.note.message_id in message_ids]
                 if mine:
@@ -170,23 +170,23 @@ class Deliveries:
                 for message_id in message_ids:
                     self._claimed.pop(message_id, None)
 
-    def _keep(self, key: tuple[str, int], waiting: list[Delivery]) -> None:
+    def _keep(self, key: tuple[str, int], waiting: list[LaneDelivery]) -> None:
         if waiting:
             self._waiting[key] = deque(waiting)
         else:
             del self._waiting[key]
 
-    def _line_of(self, delivery: Delivery) -> deque[Delivery]:
+    def _line_of(self, delivery: LaneDelivery) -> deque[LaneDelivery]:
         if delivery.note.is_pending:
             return self._pending
         return self._waiting.setdefault((delivery.home, delivery.note.lane), deque())
 
-    def take_pending(self, limit: int) -> list[Delivery]:
+    def take_pending(self, limit: int) -> list[LaneDelivery]:
         """Take out deliveries that need the ledger before they can be claimed."""
         with self._mutex:
             return [self._pending.popleft() for _ in range(min(limit, len(self._pending)))]
 
-    def take(self, home: str, lane: int, limit: int) -> list[Delivery]:
+    def take(self, home: str, lane: int, limit: int) -> list[LaneDelivery]:
         """Take out up to `limit` deliveries, the first ones first."""
         with self._mutex:
             waiting = self._waiting.get((home, lane))
@@ -197,7 +197,7 @@ class Deliveries:
                 del self._waiting[home, lane]
             return taken
 
-    def take_held(self, before: float) -> list[Delivery]:
+    def take_held(self, before: float) -> list[LaneDelivery]:
         """Take out every delivery that arrived before a time."""
         held = self.take_old(before)
         with self._mutex:
@@ -205,17 +205,17 @@ class Deliveries:
             self._pending = deque(each for each in self._pending if each.arrived >= before)
         return held
 
-    def take_old(self, before: float, lane: int | None = None) -> list[Delivery]:
+    def take_old(self, before: float, lane: int | None = None) -> list[LaneDelivery]:
         """Take out deliveries, of one lane or of all, that can be claimed and arrived before a time."""
         with self._mutex:
-            old: list[Delivery] = []
+            old: list[LaneDelivery] = []
             for key, waiting in list(self._waiting.items()):
                 if lane in (None, key[1]) and waiting[0].arrived < before:
                     old += [each for each in waiting if each.arrived < before]
                     self._keep(key, [each for each in waiting if each.arrived >= before])
             return old
 
-    def put_back(self, taken: Sequence[Delivery]) -> None:
+    def put_back(self, taken: Sequence[LaneDelivery]) -> None:
         """Put deliveries back in front of the others."""
         with self._mutex:
             for delivery in reversed(taken):

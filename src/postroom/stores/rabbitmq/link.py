@@ -22,7 +22,7 @@ from pika.adapters.select_connection import IOLoop, SelectConnection  # type: ig
 from pika.exceptions import AMQPError  # type: ignore[import-untyped]
 
 from postroom.errors import InvalidSetting, Unavailable
-from postroom.stores.rabbitmq.lanes import Deliveries, Delivery, Note, Outgoing, Topology
+from postroom.stores.rabbitmq.lanes import Deliveries, LaneDelivery, Note, Outgoing, Topology
 from postroom.system.log import library_log
 
 UNCONFIRMED_MAX = 1_000  # messages in flight to the broker
@@ -262,7 +262,7 @@ class Broker:
         self._announced.extend(new_homes)
         self._soon(self._flush)
 
-    def acknowledge(self, deliveries: Sequence[Delivery]) -> None:
+    def acknowledge(self, deliveries: Sequence[LaneDelivery]) -> None:
         """The ledger has decided about these deliveries."""
         if deliveries:
             self._soon(partial(self._acknowledge, deliveries))
@@ -558,7 +558,7 @@ class Broker:
             _log.warning("a message in a lane of %s cannot be decoded and is dropped", home)
             channel.basic_ack(method.delivery_tag)
             return
-        delivery = Delivery(home, note, method.delivery_tag, epoch, time.monotonic())
+        delivery = LaneDelivery(home, note, method.delivery_tag, epoch, time.monotonic())
         if self._deliveries.add(delivery):
             self._outstanding.add(method.delivery_tag)
         else:
@@ -570,7 +570,7 @@ class Broker:
         self._consumed.clear()
         self._deliveries.clear()
 
-    def _acknowledge(self, deliveries: Sequence[Delivery]) -> None:
+    def _acknowledge(self, deliveries: Sequence[LaneDelivery]) -> None:
         if self._channel is None or not self._channel.is_open:
             return
         tags = {each.tag for each in deliveries if each.epoch == self._epoch} & self._outstanding

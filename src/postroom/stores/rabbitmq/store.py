@@ -29,7 +29,7 @@ from postroom.stores.rabbitmq.lanes import (
     SHARD_PREFIX,
     SHARDS,
     Deliveries,
-    Delivery,
+    LaneDelivery,
     Note,
     Outgoing,
     Topology,
@@ -64,7 +64,7 @@ OPTIONS = ("cafile", "p0", "prefetch", "queues")
 _log = library_log("postroom.store")
 
 
-class Address(msgspec.Struct, frozen=True):
+class BrokerAddress(msgspec.Struct, frozen=True):
     """A store as its URL describes it."""
 
     nodes: tuple[str, ...]
@@ -79,10 +79,10 @@ class Address(msgspec.Struct, frozen=True):
     """The certificates that a broker's certificate is checked with; empty for those of the system."""
 
 
-def parse_address(url: str) -> Address:
+def parse_address(url: str) -> BrokerAddress:
     """Read `amqp://user:password@host:port,host:port/vhost?option=value&ledger=URL`.
 
-    Everything behind `ledger=` is the URL of the ledger. No error shows the password.
+    Everything after `ledger=` is the URL of the ledger. No error shows the password.
     """
     head, found, ledger = url.partition("ledger=")
     if not found or not ledger or not head.endswith(("?", "&")):
@@ -99,7 +99,7 @@ def parse_address(url: str) -> Address:
     if not nodes:
         raise InvalidSetting("the URL of a broker names at least one host")
     queues = _choice(options, "queues", "classic" if len(nodes) == 1 else "quorum", "classic", "quorum")
-    return Address(
+    return BrokerAddress(
         tuple(f"{parts.scheme}://{f'{user}@' if user else ''}{host}{parts.path}" for host in nodes),
         f"{parts.scheme}://{shown}{parts.path}",
         ledger,
@@ -126,7 +126,7 @@ def _prefetch(text: str) -> int:
 class RabbitStore(Store):
     """Records in a ledger, and the lanes of organizations in RabbitMQ."""
 
-    def __init__(self, address: Address, ledger: Store) -> None:
+    def __init__(self, address: BrokerAddress, ledger: Store) -> None:
         try:
             import pika  # type: ignore[import-untyped]  # noqa: F401 - an extra
         except ImportError:
@@ -368,7 +368,7 @@ class RabbitStore(Store):
         )
         self._started().acknowledge(held)
 
-    def _still_waits(self, delivery: Delivery, known: dict[str, Record]) -> bool:
+    def _still_waits(self, delivery: LaneDelivery, known: dict[str, Record]) -> bool:
         record = known.get(delivery.note.message_id)
         if record is None:
             return delivery.note.envelope is not None
@@ -436,7 +436,7 @@ class RabbitStore(Store):
             broker.close()
 
 
-def _capabilities(address: Address, of_ledger: Capabilities) -> Capabilities:
+def _capabilities(address: BrokerAddress, of_ledger: Capabilities) -> Capabilities:
     """Those of the ledger, without what only the ledger's own lanes or a ledger of everything can do."""
     return msgspec.structs.replace(
         of_ledger,

@@ -38,7 +38,7 @@ from postroom.stores.rabbitmq.lanes import (
     OWN_LANES_MAX,
     STALE_S,
     Deliveries,
-    Delivery,
+    LaneDelivery,
     Note,
     Outgoing,
     delay_step_ms,
@@ -88,7 +88,7 @@ class RabbitLanes(Lanes):
         """Messages of organizations that this transaction changed."""
         self._gone: set[str] = set()
         """Those of them that cannot be claimed."""
-        self._taken: list[Delivery] = []
+        self._taken: list[LaneDelivery] = []
         self._stale: set[int] = set()
         """The tags of deliveries to acknowledge whatever becomes of their records."""
         self._seen: set[str] = set()
@@ -100,10 +100,10 @@ class RabbitLanes(Lanes):
 
     # ---- the end of the transaction --------------------------------------------------------------
 
-    def settled(self) -> list[Delivery]:
+    def settled(self) -> list[LaneDelivery]:
         """After the commit: the deliveries to acknowledge. The others can be claimed again."""
-        done: list[Delivery] = []
-        left: list[Delivery] = []
+        done: list[LaneDelivery] = []
+        left: list[LaneDelivery] = []
         for each in self._taken:
             is_done = each.tag in self._stale or each.note.message_id in self._changed
             (done if is_done else left).append(each)
@@ -226,7 +226,7 @@ class RabbitLanes(Lanes):
         held[:] = [head for head in held if head.record.message_id not in self._gone]
         return held
 
-    def _heads_of(self, taken: Sequence[Delivery]) -> list[Head]:
+    def _heads_of(self, taken: Sequence[LaneDelivery]) -> list[Head]:
         """The records that deliveries name, as far as they can be claimed."""
         self._taken += taken
         for delivery in taken:

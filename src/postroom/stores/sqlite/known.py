@@ -20,7 +20,7 @@ _decode_counts = msgspec.json.Decoder(list[tuple[int, Counted, int]]).decode
 _decode_depths = msgspec.json.Decoder(dict[Counted, int]).decode
 
 
-class Known(OwnIds):
+class SqliteKnown(OwnIds):
     """The memory of one handle. A handle that loses it reads the file again."""
 
     def __init__(self, store_id: str = "", rule: IdRule = EARLIER_RULE, codec: Codec = PLAIN) -> None:

@@ -18,7 +18,6 @@ import msgspec
 
 from postroom.message import Envelope, Record, org_of
 from postroom.stores.base import FOREVER_NS, LANE_COUNTS, Counted
-from postroom.stores.checksums import NO_TEXTS, checksums, start_of
 from postroom.stores.event_runs import (
     EVENTS_PER_NEW,
     IMPLIED_MAX,
@@ -30,9 +29,10 @@ from postroom.stores.event_runs import (
     pack,
     traits,
 )
-from postroom.stores.sqlite.known import Known
+from postroom.stores.sqlite.known import SqliteKnown
 from postroom.stores.sqlite.sql import queries as sql
 from postroom.stores.sqlite.sql.queries import ENGINE_LINES, ENGINE_QUEUES, LINE_DELAYED, LINES_PER_QUEUE, ask
+from postroom.stores.sqlite.values import NO_TEXTS, checksums, start_of
 
 FOLD_EVENTS = 10_000  # events between two writes of the counters
 ALIKE_ROWS_MAX = 1_000  # new records in one statement
@@ -74,7 +74,7 @@ class SqliteLedger:
     is_implied = False
     """Whether the transaction only inserted one record, which implies its events."""
 
-    def __init__(self, known: Known, cursor: apsw.Cursor, steady_ns: int, wall_us: int) -> None:
+    def __init__(self, known: SqliteKnown, cursor: apsw.Cursor, steady_ns: int, wall_us: int) -> None:
         self.known = known
         self.codec = known.codec
         self.raw_cursor = cursor
@@ -132,7 +132,7 @@ class SqliteLedger:
         self.known.add(queue, what, change)
         self.counts[key] = self.counts.get(key, 0) + change
 
-    def counters(self) -> Known:
+    def counters(self) -> SqliteKnown:
         """The counters, changes of this transaction included."""
         return self.known
 
@@ -326,21 +326,21 @@ class SqliteReading(SqliteLedger):
 
     def __init__(
         self,
-        known: Known,
+        known: SqliteKnown,
         cursor: apsw.Cursor,
         steady_ns: int,
         wall_us: int,
-        read_before: MutableMapping[apsw.Connection, Known] | None = None,
+        read_before: MutableMapping[apsw.Connection, SqliteKnown] | None = None,
     ) -> None:
         """`read_before` has the counters as each connection read them last: only newer commits are added."""
         super().__init__(known, cursor, steady_ns, wall_us)
-        self._counters: Known | None = None
+        self._counters: SqliteKnown | None = None
         self._read_before = {} if read_before is None else read_before
 
-    def counters(self) -> Known:
+    def counters(self) -> SqliteKnown:
         if self._counters is None:
             connection = self.raw_cursor.connection
-            read = self._read_before.pop(connection, None) or Known()
+            read = self._read_before.pop(connection, None) or SqliteKnown()
             read.catch_up(self.raw_cursor, from_start=not read.stored)
             self._read_before[connection] = self._counters = read
         return self._counters

@@ -29,9 +29,9 @@ from postroom.stores.base import (
     Records,
     count_changes,
     counted_as,
-    unknown,
+    in_order,
+    stored_message,
 )
-from postroom.stores.checksums import checksums, start_of
 from postroom.stores.event_runs import INCOMPLETE, READ_ERRORS, StoredRow, alerts_for, unpack
 from postroom.stores.sqlite.ledger import SqliteLedger, carray_of, line_of
 from postroom.stores.sqlite.sql import queries as sql
@@ -44,7 +44,7 @@ from postroom.stores.sqlite.sql.queries import (
     LINES_PER_QUEUE,
     ask,
 )
-from postroom.stores.stored_message import stored_message
+from postroom.stores.sqlite.values import checksums, start_of
 
 CELLS_KEPT_MAX = 64  # cells that a transaction keeps after it has read them
 
@@ -62,7 +62,7 @@ class SqliteRecords(Records):
         rows: list[Any]
         match pick:
             case ByIds(message_ids):
-                return self._by_ids(message_ids)
+                return in_order(self.get_many(message_ids), message_ids)
             case Ending("expiry", until_ns, limit):
                 rows = ask(self._ledger.cursor, sql.EXPIRING, (until_ns, limit))
             case Ending(deadline, until_ns, limit):
@@ -76,13 +76,6 @@ class SqliteRecords(Records):
             case _:
                 raise TypeError(pick)
         return [self._ledger.record(row) for row in rows]
-
-    def _by_ids(self, message_ids: Sequence[str]) -> list[Record]:
-        found = self.get_many(message_ids)
-        for message_id in message_ids:
-            if message_id not in found:
-                raise unknown(message_id)
-        return [found[message_id] for message_id in message_ids]
 
     def get_many(self, message_ids: Sequence[str]) -> dict[str, Record]:
         """Own ids are looked up by number in one query, others by name."""

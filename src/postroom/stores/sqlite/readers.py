@@ -13,7 +13,7 @@ from typing import Self
 import apsw
 
 from postroom.stores.sqlite.file import connect
-from postroom.stores.sqlite.known import Known
+from postroom.stores.sqlite.known import SqliteKnown
 from postroom.system.handles import leak
 
 READS_AT_ONCE_MAX = 4
@@ -24,7 +24,7 @@ class SqliteReaders:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.counts: dict[apsw.Connection, Known] = {}
+        self.counts: dict[apsw.Connection, SqliteKnown] = {}
         """The counters as each connection read them last. One whose read of them failed has none."""
         self._open: list[apsw.Connection] = []
         self._idle: list[apsw.Connection] = []

@@ -19,11 +19,9 @@ from postroom.core.formats.ids import IdRule
 from postroom.errors import StoreDamaged, StoreUnwritable, UnsafePath
 from postroom.message import Event, State, Stored
 from postroom.stores.base import LANE_COUNTS, Counted
-from postroom.stores.checksums import changed_values
 from postroom.stores.codec import PLAIN, Codec, codec_of
 from postroom.stores.event_quarantine import is_unreadable
 from postroom.stores.own_ids import EARLIER_RULE, IDS_FACT
-from postroom.stores.sqlite.conversion import sqlite_values
 from postroom.stores.sqlite.file import (
     BUSY_TIMEOUT_S,
     OUR_TABLES,
@@ -32,10 +30,11 @@ from postroom.stores.sqlite.file import (
     migrations,
     refused_access,
 )
-from postroom.stores.sqlite.known import Known
+from postroom.stores.sqlite.known import SqliteKnown
 from postroom.stores.sqlite.ledger import SqliteReading
 from postroom.stores.sqlite.sql.queries import CELL, FACT, NEWEST_EVENT, ask
 from postroom.stores.sqlite.transaction import SqliteTransaction
+from postroom.stores.sqlite.values import changed_values, sqlite_values
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import Clock, SystemClock
 from postroom.system.crypto.encryption import KEYS_FACT, Encryption, check_noted, key_file_encryption
@@ -125,9 +124,9 @@ class SqliteSnapshot:
         """The name of the store."""
         return self.fact("store_id")
 
-    def _known(self, codec: Codec = PLAIN) -> Known:
+    def _known(self, codec: Codec = PLAIN) -> SqliteKnown:
         rule = self.fact(IDS_FACT)
-        return Known(self.identity(), IdRule.of(rule) if rule else EARLIER_RULE, codec)
+        return SqliteKnown(self.identity(), IdRule.of(rule) if rule else EARLIER_RULE, codec)
 
     def fact(self, name: str) -> str:
         """A fact of the file; empty when it is unknown."""

@@ -37,7 +37,6 @@ from postroom.stores.group_commit import GroupCommit, Job
 from postroom.stores.own_ids import IDS_FACT, first_rule
 from postroom.stores.sqlite import checkpoints
 from postroom.stores.sqlite.checkpoints import Checkpoints
-from postroom.stores.sqlite.conversion import sqlite_values
 from postroom.stores.sqlite.file import (
     BUSY_TIMEOUT_S,
     check_kind,
@@ -48,7 +47,7 @@ from postroom.stores.sqlite.file import (
     refused_access,
 )
 from postroom.stores.sqlite.file import transaction as sql_transaction
-from postroom.stores.sqlite.known import Known
+from postroom.stores.sqlite.known import SqliteKnown
 from postroom.stores.sqlite.ledger import SqliteLedger, SqliteReading
 from postroom.stores.sqlite.readers import SqliteReaders
 from postroom.stores.sqlite.sql.queries import (
@@ -61,6 +60,7 @@ from postroom.stores.sqlite.sql.queries import (
     ask,
 )
 from postroom.stores.sqlite.transaction import SqliteTransaction
+from postroom.stores.sqlite.values import sqlite_values
 from postroom.stores.store import Capabilities, Store
 from postroom.stores.transaction import Transaction
 from postroom.system.atomic import PRIVATE_FILE_MODE, make_folder, open_safely, sync_folder
@@ -107,7 +107,7 @@ class SqliteStore(Store):
         self._lock = FairLock(self.path, lock_timeout_s)
         self._reserve = DiskReserve(self.path.with_name(self.path.name + ".ballast"), reserve_bytes)
         self._checkpoints = Checkpoints(self.path, self._alone)
-        self._known = Known()
+        self._known = SqliteKnown()
         self._writer: apsw.Connection | None = None
         self._cursor: apsw.Cursor | None = None
         self._readers = SqliteReaders(self.path)
@@ -525,36 +525,18 @@ class SqliteStore(Store):
             self._suspect = False
         migrate(connection, self.path)
         with sql_transaction(connection):
-            self._set_clock(connection)
+            self._offset_ns = _continue_clock(connection, self._clock)
             store_id = _fact(connection, "store_id", lambda: self._store_id or f"t{os.urandom(4).hex()}")
-            rule = _fact(connection, IDS_FACT, lambda: self._first_rule(connection))
+            [(newest,)] = ask(connection, NEWEST_EVENT)
+            first = first_rule(self._store_id, newest, self._clock.wall_us())
+            rule = _fact(connection, IDS_FACT, lambda: first.text)
             self._note_keys(connection)
-        self._known = Known(store_id, IdRule.of(rule), codec_of(store_id, self.encryption))
+        self._known = SqliteKnown(store_id, IdRule.of(rule), codec_of(store_id, self.encryption))
         info = self.path.stat()
         self._file, self._look_at_file = (info.st_dev, info.st_ino), 0.0
         connection.wal_autocheckpoint(0)
         self._writer, self._cursor, self._settled = connection, connection.cursor(), False
         return self._cursor
-
-    def _first_rule(self, connection: apsw.Connection) -> str:
-        [(newest,)] = ask(connection, NEWEST_EVENT)
-        return first_rule(self._store_id, newest, self._clock.wall_us()).text
-
-    def _set_clock(self, connection: apsw.Connection) -> None:
-        """Continue the clock of the store. After a reboot, every lease runs its whole length again."""
-        facts = dict(ask(connection, "SELECT name, value FROM facts WHERE name LIKE 'clock%'"))
-        if facts.get("clock_boot_id") == self._clock.boot_id():
-            self._offset_ns = int(facts["clock_offset_ns"])
-            return
-        newest = connection.execute(
-            "SELECT max(coalesce((SELECT ready_at FROM records ORDER BY seq DESC LIMIT 1), 0), "
-            f"coalesce((SELECT max(turn - lease_ns) FROM records WHERE line = {LINE_LEASED}), 0), "
-            f"coalesce((SELECT max(ready_at) FROM records WHERE line = {LINE_DELAYED}), 0))"
-        ).get
-        self._offset_ns = newest - self._clock.boot_ns()
-        connection.execute(f"UPDATE records SET turn = ? + lease_ns WHERE line = {LINE_LEASED}", (newest,))
-        connection.execute(SET_FACT, ("clock_boot_id", self._clock.boot_id()))
-        connection.execute(SET_FACT, ("clock_offset_ns", self._offset_ns))
 
     @contextmanager
     def _alone(self) -> Iterator[apsw.Connection | None]:
@@ -626,3 +608,20 @@ def _fact(connection: apsw.Connection, name: str, new: Callable[[], str]) -> str
     value = new()
     connection.execute(SET_FACT, (name, value))
     return value
+
+
+def _continue_clock(connection: apsw.Connection, clock: Clock) -> int:
+    """By how much the clock of the store differs. After a reboot, every lease runs its whole length again."""
+    facts = dict(ask(connection, "SELECT name, value FROM facts WHERE name LIKE 'clock%'"))
+    if facts.get("clock_boot_id") == clock.boot_id():
+        return int(facts["clock_offset_ns"])
+    newest = connection.execute(
+        "SELECT max(coalesce((SELECT ready_at FROM records ORDER BY seq DESC LIMIT 1), 0), "
+        f"coalesce((SELECT max(turn - lease_ns) FROM records WHERE line = {LINE_LEASED}), 0), "
+        f"coalesce((SELECT max(ready_at) FROM records WHERE line = {LINE_DELAYED}), 0))"
+    ).get
+    offset_ns = int(newest) - clock.boot_ns()
+    connection.execute(f"UPDATE records SET turn = ? + lease_ns WHERE line = {LINE_LEASED}", (newest,))
+    connection.execute(SET_FACT, ("clock_boot_id", clock.boot_id()))
+    connection.execute(SET_FACT, ("clock_offset_ns", offset_ns))
+    return offset_ns

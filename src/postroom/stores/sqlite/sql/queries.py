@@ -160,7 +160,7 @@ STORED_ROW = (
 )
 LAST_STORED = "SELECT coalesce(max(seq), 0) FROM events"
 COUNTS_AFTER = "SELECT seq, counts FROM events WHERE seq > ? ORDER BY seq"
-# Records behind the last row of events imply their own two events.
+# Records after the last row of events imply their own two events.
 IMPLIED = (
     "SELECT seq, name, priority, type, parent_message_id, created_us, length(payload) "
     "FROM records CROSS JOIN queues USING (queue) WHERE seq > ? AND seq <= ? ORDER BY seq"

@@ -1,7 +1,8 @@
-"""Checksums of the values in a store file, which `verify` compares. Deliveries do not read them.
+"""The stored values of a file: their checksums, which `verify` compares, and their conversion to another key.
 
-Rule 1: a checksum covers the stored form, so encrypted values are checked without a key.
-Rule 2: a value without a checksum is one of an earlier version, or was converted to another key. An encrypted
+Rule 1: a checksum covers the stored form, so encrypted values are checked without a key. Deliveries do not
+        read them.
+Rule 2: a value without a checksum is one of an earlier version, or was converted to another key: an encrypted
         value is authenticated anyway.
 Rule 3: a checksum is a number, the CRC-32 of `zlib`. A statement that writes many records gives 4 bytes for
         each instead.
@@ -14,17 +15,37 @@ from itertools import repeat
 from typing import Any
 
 from postroom.stores.codec import batch_place, cell_place, record_place
+from postroom.stores.conversion import Table, Values, cell_values, event_values, record_values
 from postroom.stores.sqlite.sql.queries import Reading
+from postroom.system.crypto.encryption import Encryption
 
 CRC_BYTES = 4
 
-_RECORDS = (
+_RECORDS = "SELECT seq, payload, result, trail FROM records WHERE seq > ? ORDER BY seq LIMIT ?"
+_EVENTS = "SELECT seq, CAST(batch AS BLOB) FROM events WHERE seq > ? ORDER BY seq LIMIT ?"
+_CELLS = "SELECT kind, key, value FROM cells WHERE (kind, key) > (?, ?) ORDER BY kind, key LIMIT ?"
+
+_TABLES = (
+    Table(_RECORDS, (0,), 1, record_values),
+    Table(_EVENTS, (0,), 1, event_values),
+    Table(_CELLS, ("", ""), 2, cell_values("cell")),
+    Table(_CELLS.replace("cells", "chunks"), ("", ""), 2, cell_values("chunk")),
+)
+_UPDATES = {
+    "payload": "UPDATE records SET payload = ?, payload_crc = NULL WHERE seq = ?",
+    "result": "UPDATE records SET result = ?, result_crc = NULL WHERE seq = ?",
+    "trail": "UPDATE records SET trail = ?, trail_crc = NULL WHERE seq = ?",
+    "batch": "UPDATE events SET batch = ?, crc = NULL WHERE seq = ?",
+    "cell": "UPDATE cells SET value = ?, crc = NULL WHERE kind = ? AND key = ?",
+    "chunk": "UPDATE chunks SET value = ?, crc = NULL WHERE kind = ? AND key = ?",
+}
+_RECORD_SUMS = (
     "SELECT seq, type, parent_message_id, key, sender, payload, payload_crc, result, result_crc, "
     "CAST(trail AS BLOB), trail_crc FROM records"
 )
-_EVENTS = "SELECT seq, CAST(counts AS BLOB), CAST(batch AS BLOB), crc FROM events WHERE crc NOT NULL"
-_CELLS = "SELECT kind, key, value, crc FROM cells WHERE crc NOT NULL"
-_CHUNKS = _CELLS.replace("cells", "chunks")
+_EVENT_SUMS = "SELECT seq, CAST(counts AS BLOB), CAST(batch AS BLOB), crc FROM events WHERE crc NOT NULL"
+_CELL_SUMS = "SELECT kind, key, value, crc FROM cells WHERE crc NOT NULL"
+_CHUNK_SUMS = _CELL_SUMS.replace("cells", "chunks")
 
 
 def checksums(values: Sequence[bytes], start: int) -> bytes:
@@ -49,7 +70,7 @@ def changed_values(connection: Reading, store_id: str) -> Iterator[str]:
 
 def _changed_places(connection: Reading, store_id: str) -> Iterator[str]:
     for seq, *texts, payload, payload_crc, result, result_crc, trail, trail_crc in connection.execute(
-        _RECORDS
+        _RECORD_SUMS
     ):
         given = _start_of(*(text or "" for text in texts))
         if not _fits(payload, payload_crc, given):
@@ -58,10 +79,10 @@ def _changed_places(connection: Reading, store_id: str) -> Iterator[str]:
             yield record_place(store_id, "result", seq)
         if trail_crc is not None and not _lines_fit(trail, trail_crc):
             yield record_place(store_id, "trail", seq)
-    for seq, counts, batch, crc in connection.execute(_EVENTS):
+    for seq, counts, batch, crc in connection.execute(_EVENT_SUMS):
         if not _fits(counts, crc, zlib.crc32(batch)):
             yield batch_place(store_id, seq)
-    for query in (_CELLS, _CHUNKS):
+    for query in (_CELL_SUMS, _CHUNK_SUMS):
         for kind, key, value, crc in connection.execute(query):
             if not _fits(value, crc, _start_of(kind, key)):
                 yield cell_place(store_id, kind, key)
@@ -87,3 +108,8 @@ def _lines_fit(trail: Any, crc: Any) -> bool:
         return False
     lines = trail.split(b"\n")[:-1]
     return checksums(lines[-(len(crc) // CRC_BYTES) :], 0) == crc
+
+
+def sqlite_values(store_id: str, encryption: Encryption) -> Values:
+    """The values of a store file."""
+    return Values(_TABLES, _UPDATES, store_id, encryption)
