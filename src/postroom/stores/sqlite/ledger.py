@@ -121,9 +121,10 @@ class SqliteLedger:
 
     def name(self, queue: int) -> str:
         """The name of a queue."""
-        for name, number in self.new_queues.items():
-            if number == queue:
-                return name
+        if self.new_queues:
+            for name, number in self.new_queues.items():
+                if number == queue:
+                    return name
         return self.known.names.get(queue) or self.known.name_of(queue, self.cursor)
 
     def count(self, queue: int, what: Counted, change: int) -> None:
@@ -311,8 +312,9 @@ class SqliteLedger:
     def committed(self) -> None:
         """Remember what was committed."""
         known = self.known
-        for name, number in self.new_queues.items():
-            known.numbers[name], known.names[number] = number, name
+        if self.new_queues:
+            known.numbers |= self.new_queues
+            known.names |= {number: name for name, number in self.new_queues.items()}
         known.newest = self.number - 1
         if self.parts:
             known.stored, known.implied = known.newest, {}

@@ -93,8 +93,9 @@ class SqliteTransaction(Transaction):
             if not self._is_plain(run, len(envelopes)):
                 return super().insert(envelopes)  # ids and keys of callers, or a limit is reached
         accepted: list[Accepted] = []
+        add = self.ledger.add
         for run in runs:
-            e, numbers = run[0], self.ledger.add(run)
+            e, numbers = run[0], add(run)
             if not e.delay_ns:
                 self.ready.add(e.queue)
             if e.durability != "os":
@@ -111,10 +112,10 @@ class SqliteTransaction(Transaction):
         e = run[0]
         if e.message_id or e.key or e.sender:
             return False
-        limits, known = self._limits.get(e.queue) or self.limits(e.queue), self.ledger.known
+        limits, ledger = self._limits.get(e.queue) or self.limits(e.queue), self.ledger
         longest = len(e.payload) if len(run) == 1 else max([len(each.payload) for each in run])
-        queue = known.numbers.get(e.queue) or self.ledger.queue(e.queue)
-        depth = waiting(known.depths[queue])
+        known = ledger.known
+        depth = waiting(known.depths[known.numbers.get(e.queue) or ledger.queue(e.queue)])
         return longest <= limits.max_payload_bytes and depth + count <= limits.max_depth
 
     # ---- claim ---------------------------------------------------------------------------------
