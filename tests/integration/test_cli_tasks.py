@@ -17,7 +17,7 @@ from typing import Any, get_args
 import pytest
 
 from postroom import Tasks
-from postroom.cli.program import ProgramFailed, run_program
+from postroom.cli.program import ProgramFailed, Programs
 from postroom.cli.tasks.operate import STATES, STATUSES
 from postroom.cli.tasks.send import BATCH_TASKS
 from postroom.client import TaskClient
@@ -859,8 +859,18 @@ def test_a_program_is_ended_when_its_task_is_lost(tmp_path: Path) -> None:
     mark = tmp_path / "ended"
     command = f"trap 'touch {mark}; exit 1' TERM; sleep 600 & wait"
     with pytest.raises(ProgramFailed, match="the lease of its task is over"):
-        run_program(command, {}, unwanted)
+        Programs().run(command, {}, unwanted)
     assert mark.exists()
+
+
+def test_a_program_that_starts_while_its_command_ends_is_ended(tmp_path: Path) -> None:
+    mark = tmp_path / "ended"
+    command = f"sleep 600; touch {mark}"
+    with Programs() as programs:
+        pass
+    with pytest.raises(ProgramFailed, match="signal 15"):
+        programs.run(command, {})
+    assert not mark.exists()
 
 
 def test_a_file_that_is_not_json_is_named(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Rule 1: stdin, stdout and stderr are temporary files and not pipes, so that a program that reads nothing or
         prints a lot blocks nothing.
 Rule 2: a program has its own process group, and the whole group is ended when its task is lost.
-Rule 3: no program outlives this process: callers end with `end_programs`, and a guard in the group ends the
+Rule 3: no program outlives this process: the end of `Programs` ends them, and a guard in the group ends the
         program when this process is killed.
 Rule 4: a program inherits the environment without the token.
 """
@@ -15,7 +15,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from postroom.errors import reason
 
@@ -32,9 +32,6 @@ GUARD = '( (if read -r _ < "/dev/fd/$2"; then exit 0; fi; kill -KILL 0) & ); exe
 CANNOT_RUN = (126, 127)  # exit codes of a shell: the program cannot be executed, or does not exist
 
 
-_running: set[subprocess.Popen[bytes]] = set()
-
-
 class ProgramFailed(Exception):
     """The program failed, was ended, or printed something that is not JSON."""
 
@@ -43,42 +40,58 @@ class CannotRun(ProgramFailed):
     """The shell could not execute or find the program."""
 
 
-def run_program(command: str, task: Any, lost: threading.Event | None = None) -> Any:
-    """Run a shell command with `task` as JSON on its stdin, and return the JSON value that it printed.
+class Programs:
+    """The programs that one command runs, in any number of threads. They end with it."""
 
-    No output counts as null. Ends the program when `lost` is set. Raises `ProgramFailed`, and
-    `CannotRun` when there is no such program.
-    """
-    import msgspec
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._ended = False
 
-    environ = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
-    with (
-        tempfile.TemporaryFile() as stdin,
-        tempfile.TemporaryFile() as out,
-        tempfile.TemporaryFile() as errors,
-        _guard_pipe() as guard_fd,
-    ):
-        stdin.write(msgspec.json.encode(task) + b"\n")
-        stdin.seek(0)
-        process = subprocess.Popen(  # noqa: S603 - running what the user names is the purpose
-            [SHELL, "-c", GUARD, SHELL, command, str(guard_fd)],
-            stdin=stdin,
-            stdout=out,
-            stderr=errors,
-            env=environ,
-            start_new_session=True,
-            pass_fds=(guard_fd,),
-        )
-        _running.add(process)
-        try:
-            _wait(process, out, lost)
-        finally:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended = True  # before the look: a thread may be starting a program
+        for process in list(self._running):
             _end(process)
-            _running.discard(process)
-        if process.returncode != 0:
-            kind = CannotRun if process.returncode in CANNOT_RUN else ProgramFailed
-            raise kind(_failure(process.returncode, errors))
-        return _decoded(out)
+
+    def run(self, command: str, task: Any, lost: threading.Event | None = None) -> Any:
+        """Run a shell command with `task` as JSON on its stdin, and return the JSON value that it printed.
+
+        No output counts as null. Ends the program when `lost` is set. Raises `ProgramFailed`, and
+        `CannotRun` when there is no such program.
+        """
+        import msgspec
+
+        environ = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+        with (
+            tempfile.TemporaryFile() as stdin,
+            tempfile.TemporaryFile() as out,
+            tempfile.TemporaryFile() as errors,
+            _guard_pipe() as guard_fd,
+        ):
+            stdin.write(msgspec.json.encode(task) + b"\n")
+            stdin.seek(0)
+            process = subprocess.Popen(  # noqa: S603 - running what the user names is the purpose
+                [SHELL, "-c", GUARD, SHELL, command, str(guard_fd)],
+                stdin=stdin,
+                stdout=out,
+                stderr=errors,
+                env=environ,
+                start_new_session=True,
+                pass_fds=(guard_fd,),
+            )
+            self._running.add(process)
+            try:
+                if not self._ended:  # else nobody would end this one
+                    _wait(process, out, lost)
+            finally:
+                _end(process)
+                self._running.discard(process)
+            if process.returncode != 0:
+                kind = CannotRun if process.returncode in CANNOT_RUN else ProgramFailed
+                raise kind(_failure(process.returncode, errors))
+            return _decoded(out)
 
 
 @contextmanager
@@ -91,12 +104,6 @@ def _guard_pipe() -> Iterator[int]:
     finally:
         os.close(reading)
         os.close(writing)
-
-
-def end_programs() -> None:
-    """End the programs that other threads still run."""
-    for process in list(_running):
-        _end(process)
 
 
 def _wait(process: subprocess.Popen[bytes], out: IO[bytes], lost: threading.Event | None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from postroom.cli.program import end_programs, run_program
+from postroom.cli.program import Programs
 from postroom.cli.server_options import (
     FROM_ENVIRONMENT,
     STORE_VARIABLE,
@@ -156,19 +156,16 @@ def serve(
     tls = None if tls_cert is None else (tls_cert, tls_key)
     if tls is not None:
         server_context(*tls)  # refuses files that do not fit
-    with Tasks.open(address) as tasks:  # opens no file before its first use
-        act = None if execute is None else executor(tasks, execute)
-        try:
-            run_server(
-                data, store=store, host=host, execute=act, ready=print_address,
-                durability=durability or "group", beside=beside(),
-                app_engine=None if app is None else load_app(app), tls=tls,
-                mounted=mount if mcp else None,
-                page=mount_page(lambda: page_redactor(hidden)) if page else None,
-                hosts=checked_hosts(allowed_hosts or settings.up.allowed_hosts), **terms,
-            )  # fmt: skip
-        finally:
-            end_programs()
+    with Tasks.open(address) as tasks, Programs() as programs:  # opens no file before its first use
+        act = None if execute is None else executor(tasks, programs, execute)
+        run_server(
+            data, store=store, host=host, execute=act, ready=print_address,
+            durability=durability or "group", beside=beside(),
+            app_engine=None if app is None else load_app(app), tls=tls,
+            mounted=mount if mcp else None,
+            page=mount_page(lambda: page_redactor(hidden)) if page else None,
+            hosts=checked_hosts(allowed_hosts or settings.up.allowed_hosts), **terms,
+        )  # fmt: skip
 
 
 @contextmanager
@@ -198,12 +195,12 @@ def page_redactor(settings: "AuditSettings") -> "Redactor":
     return redactor_of(settings)
 
 
-def executor(store: "Tasks", command: str) -> Callable[["LeasedTask"], None]:
+def executor(store: "Tasks", programs: Programs, command: str) -> Callable[["LeasedTask"], None]:
     """The function that a harness calls with each decision."""
 
     def execute(decision: "LeasedTask") -> None:
         task = store.get(decision.parent)
-        run_program(
+        programs.run(
             command,
             {
                 "task_id": task.task_id,

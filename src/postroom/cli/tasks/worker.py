@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from postroom.cli.program import CannotRun, ProgramFailed, end_programs, run_program
+from postroom.cli.program import CannotRun, ProgramFailed, Programs
 from postroom.cli.render import OutputFailed
 from postroom.cli.server_options import HOST_DEFAULT, PORT
 from postroom.cli.shell import Shell, parse_wait
@@ -215,12 +215,13 @@ def work(
 
     def handler(task: "Task") -> Any:
         try:
-            return run_program(command, claimed_fields(task), task.lost)
+            return programs.run(command, claimed_fields(task), task.lost)
         except CannotRun as error:
             raise StopWork(f"the program cannot be run, and no task has failed: {error}") from None
         except ProgramFailed as error:
             raise TaskFailed(str(error)) from None
 
+    programs = Programs()
     data = shell.default_place(data, url)
     check_place(data, url)
     shell.show_warnings()
@@ -232,12 +233,11 @@ def work(
             checked_name("agent", agent)
             tasks = stack.enter_context(open_folder(shell.store_place(data)))
             client = LocalClient(tasks, agent, **options)
+        stack.enter_context(programs)
         try:
             client.work(handler, on_end=end_printer(shell, agent), **terms)
         except StopWork as error:
             raise click.ClickException(str(error)) from None
-        finally:
-            end_programs()
 
 
 def end_printer(shell: Shell, agent: str) -> "Callable[[TaskEnd], None]":
