@@ -11,6 +11,7 @@ from postroom.calls.fields import (
     JSON_DEPTH_MAX,
     KEY_CHARS_MAX,
     LEASE_S_MAX,
+    NUMBER_MAX,
     RESULT_BYTES_MAX,
     RETRIES_MAX,
     TEXT_CHARS_MAX,
@@ -26,7 +27,6 @@ from postroom.stores.transaction import Claim
 LEASE_S_MIN = 0.001
 SURELY_FLAT_BYTES = 2 * JSON_DEPTH_MAX  # a level takes at least two brackets
 PAGE_MAX = 100_000
-NUMBER_MAX = 2**63 - 1
 NO_RESULT = b"null"
 
 _encode = msgspec.json.Encoder().encode

@@ -11,10 +11,9 @@ from typing import Any, Required, TypedDict
 import msgspec
 from msgspec.structs import replace
 
-from postroom.calls.fields import DELAY_S_MAX
+from postroom.calls.fields import DELAY_S_MAX, NUMBER_MAX
 from postroom.contracts.tasks import task_storage
 from postroom.contracts.tasks.task_input import (
-    NUMBER_MAX,
     check_durability,
     checked_id,
     checked_key,

@@ -14,10 +14,10 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
+from postroom.calls.fields import NUMBER_MAX
 from postroom.contracts.backlog import Backlog
 from postroom.contracts.tasks import task_storage
 from postroom.contracts.tasks.task_input import (
-    NUMBER_MAX,
     check_claim_limit,
     check_durability,
     check_page,
