@@ -15,7 +15,7 @@ from mcp import Client, StdioServerParameters
 from page_figures import page_figures
 from up_figures import start_figures, submit_figures
 
-from postroom.server.access.tokens import Tokens
+from postroom.server.access.tokens import TokenRegistry
 
 MCP_P50_MS = 10.0
 
@@ -38,7 +38,7 @@ QUICK = Sizes(calls=5, starts=1, submit_s=0.2, messages=100, loads=1, seconds=0.
 
 def mcp_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
     """A tool that writes and one that reads, one call after the other."""
-    Tokens(folder / "run").create("agent", "bench", "bench")  # makes the data folder
+    TokenRegistry(folder / "run").create("agent", "bench", "bench")  # makes the data folder
     times = asyncio.run(_call_times(folder, sizes.calls))
     for tool, found in times.items():
         yield Figure(

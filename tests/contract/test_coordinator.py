@@ -25,7 +25,7 @@ from postroom.engine.agents.agent import PARTS_WAITING_MAX
 from postroom.engine.agents.agent_operations import LETTERS_BYTES_A_READ_MAX, AgentOperations
 from postroom.engine.agents.agent_sweeps import bounce
 from postroom.engine.agents.parts import PART_CELLS_A_READ_MAX
-from postroom.engine.rules.cells import INBOXES, LETTER_BODIES, LETTERS, PARTS, REQUESTS, Letter
+from postroom.engine.rules.cells import INBOXES, LETTER_BODIES, LETTERS, PARTS, REQUESTS, AgentLetter
 from postroom.engine.work.context import PARTS_A_COMMIT_MAX
 from postroom.errors import InvalidMessage, TooMany
 from postroom.message import Event
@@ -579,7 +579,7 @@ def test_a_long_inbox_costs_its_senders_and_those_who_list_agents_little(url: st
 def test_an_inbox_of_an_earlier_version_is_counted_and_read(url: str) -> None:
     def planted(transaction: Transaction) -> None:
         for number in range(1, 4):
-            letter = Letter(f"m{number}", "sender", ["x" * 20_000, number], transaction.wall_us)
+            letter = AgentLetter(f"m{number}", "sender", ["x" * 20_000, number], transaction.wall_us)
             LETTERS.put(transaction, letter, "acme", "reader", number)
 
     async def scenario() -> None:

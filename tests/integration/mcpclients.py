@@ -13,7 +13,7 @@ import httpx2
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
-from postroom.server.access.tokens import Permissions, Tokens
+from postroom.server.access.tokens import Permissions, TokenRegistry
 from tests.integration.commandline import finish, start
 from tests.waiting import HANG_GUARD_S
 
@@ -34,7 +34,7 @@ class Serving(NamedTuple):
 def serving(data: Path) -> Iterator[Serving]:
     """A task server with five agents and an operator of one organization, and an admin."""
     data.mkdir()
-    tokens = Tokens(data)
+    tokens = TokenRegistry(data)
     made = {
         name: tokens.create(
             "agent", "acme", name, permissions=Permissions(may_send_to=("builder", "reviewer"))

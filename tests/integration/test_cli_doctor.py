@@ -14,7 +14,7 @@ import pytest
 from postroom import Tasks, open_store
 from postroom.client import EngineClient
 from postroom.logs.mail_records import Framing, Started
-from postroom.server.access.tokens import Tokens
+from postroom.server.access.tokens import TokenRegistry
 from postroom.stores.postgres.connection import Address
 from postroom.testing import ManualClock
 from tests.integration.commandline import Result, isolate, postroom, run_on_terminal
@@ -82,7 +82,7 @@ def test_a_healthy_folder_is_well_and_stays_as_it_is(data: Path) -> None:
 def test_verify_sums_up_a_folder_without_any_messages(tmp_path: Path) -> None:
     with Tasks.open(f"sqlite:///{tmp_path}/queue.db") as tasks:
         tasks.status()
-    Tokens(tmp_path).create("admin")
+    TokenRegistry(tmp_path).create("admin")
     summary = {"clean": True, "violations": 0, "checked": ["store", "tokens"]}
     assert postroom("verify", "--data", tmp_path).line == summary
     assert postroom("verify", "--data", tmp_path, "--json").line == summary
@@ -188,9 +188,9 @@ def test_all_is_well_after_the_traffic_of_a_demo_with_a_bus(tmp_path: Path) -> N
     data = tmp_path / "run"
     with running(data, "--no-audit") as up:
         for number in range(3):  # as the demo does
-            Tokens(data).create("agent", "demo-acme", f"demo-{number}", expires_s=3600)
+            TokenRegistry(data).create("agent", "demo-acme", f"demo-{number}", expires_s=3600)
         note = {"type": "note", "project_id": "p", "body": "hello"}
-        with EngineClient(up.http, Tokens(data).create("agent", "acme", "ada").token) as agent:
+        with EngineClient(up.http, TokenRegistry(data).create("agent", "acme", "ada").token) as agent:
             for bus in ("team", "news"):
                 agent.request("POST", f"/bus/{bus}/messages", note)
         result = postroom("doctor", "--data", data)

@@ -25,7 +25,7 @@ from postroom.contracts.tasks.tasks import STATUS
 from postroom.core.names import scoped
 from postroom.core.times import parse_utc
 from postroom.message import State
-from postroom.server.access.tokens import Tokens
+from postroom.server.access.tokens import TokenRegistry
 from tests.integration.commandline import (
     Result,
     finish,
@@ -619,7 +619,7 @@ def test_decisions_of_one_organization_leave_room_for_those_of_others(tmp_path: 
         for org, result, count in (("acme", "slow", 20), ("other", "quick", 1)):
             agent = scoped(org, "ada")
             done[org] = tasks.enqueue_many({"agent": agent, "payload": result} for _ in range(count))
-            token = Tokens(harness.data).create("agent", org, "ada").token
+            token = TokenRegistry(harness.data).create("agent", org, "ada").token
             with TaskClient(harness.url, agent="ada", token=token) as client:
                 client.work(lambda task: task.payload, until_empty=True)
         until(lambda: tasks.get(*done["other"]).status == "done")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from postroom.server.access.tokens import Tokens
+from postroom.server.access.tokens import TokenRegistry
 from tests.integration.commandline import Result, isolate, postroom
 from tests.integration.ups import Running, running
 from tests.waiting import until
@@ -73,7 +73,7 @@ def test_bare_token_is_printed_and_admin_token_comes_from_environment(
 
 
 def test_an_admin_of_one_organization_makes_tokens_of_that_one(up: Running, data: Path) -> None:
-    admin = Tokens(data).create("admin", "globex").token
+    admin = TokenRegistry(data).create("admin", "globex").token
     made = remote(up, "create", "--role", "agent", "--agent", "gus", token=admin)
     assert made.line["org"] == "globex"
     assert {one["org"] for one in remote(up, "list", token=admin).lines} == {"globex"}
@@ -82,7 +82,7 @@ def test_an_admin_of_one_organization_makes_tokens_of_that_one(up: Running, data
 
 
 def test_a_token_instead_of_its_id_is_not_repeated(up: Running, data: Path) -> None:
-    made = Tokens(data).create("operator")
+    made = TokenRegistry(data).create("operator")
     for verb in ("revoke", "rotate"):
         local, over_http = postroom("token", verb, made.token, "--data", data), remote(up, verb, made.token)
         assert (local.code, over_http.code, local.raw, over_http.raw) == (1, 1, b"", b"")
@@ -90,7 +90,7 @@ def test_a_token_instead_of_its_id_is_not_repeated(up: Running, data: Path) -> N
         assert "this is a token, not the id of a token: `postroom token list`" in over_http.error
         unknown = postroom("token", verb, "pr_" + "x" * 43, "--data", data)
         assert unknown.error == over_http.error
-    assert made.token_id in [known.token_id for known in Tokens(data).list()]
+    assert made.token_id in [known.token_id for known in TokenRegistry(data).list()]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_errors_are_those_of_the_folder(up: Running, data: Path, words: tuple[st
 
 
 def test_callers_that_may_not_are_refused_in_one_sentence(up: Running, data: Path) -> None:
-    operator = Tokens(data).create("operator").token
+    operator = TokenRegistry(data).create("operator").token
     for words in (("list",), ("revoke", "x"), ("create", "--role", "admin"), ("rotate", "x")):
         assert "admin" in remote(up, *words, token=operator).error
         unknown = remote(up, *words, token="pr_" + "x" * 43)

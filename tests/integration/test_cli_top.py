@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from postroom import Engine
-from postroom.server.access.tokens import Tokens
+from postroom.server.access.tokens import TokenRegistry
 from tests.integration.commandline import finish, isolate, postroom, start
 from tests.waiting import HANG_GUARD_S, until
 
@@ -40,7 +40,7 @@ def test_a_folder_without_a_store_is_one_sentence(folder: Path) -> None:
 
 
 def test_a_server_gives_the_same_overview(folder: Path) -> None:
-    token = Tokens(folder).create("operator").token
+    token = TokenRegistry(folder).create("operator").token
     process = start("postroom", "tasks", "serve", "--data", folder, "--port", 0)
     try:
         assert process.stdout is not None

@@ -15,7 +15,7 @@ import pytest
 from postroom import Tasks
 from postroom.client import EngineClient
 from postroom.contracts.audit import Audit
-from postroom.server.access.tokens import Tokens
+from postroom.server.access.tokens import TokenRegistry
 from postroom.stores.base import ByIds
 from tests.integration.commandline import finish, isolate, postroom, run, start
 from tests.integration.ups import Running, answer_to_login, running
@@ -180,7 +180,7 @@ def test_a_port_in_use_is_one_sentence_and_leaves_no_process(tmp_path: Path) -> 
     assert refused.code == 1
     assert refused.raw == b""
     assert "the part http cannot start: cannot listen on 127.0.0.1 port" in refused.error
-    assert Tokens(tmp_path / "two").list() == []  # the next start prints a first token
+    assert TokenRegistry(tmp_path / "two").list() == []  # the next start prints a first token
 
 
 def test_a_second_up_of_a_folder_is_refused_and_changes_nothing(tmp_path: Path) -> None:
@@ -327,7 +327,7 @@ def test_the_demo_fills_every_part_and_leaves_no_token(tmp_path: Path) -> None:
         process.terminate()
         ended = finish(process)
     assert ended.code == 0
-    assert [known.role for known in Tokens(folder).list()] == ["admin"]
+    assert [known.role for known in TokenRegistry(folder).list()] == ["admin"]
 
 
 SLOW_APP = """

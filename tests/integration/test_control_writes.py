@@ -16,7 +16,7 @@ import pytest
 from postroom import Engine, Tasks
 from postroom.errors import InvalidMessage, WriteFailed
 from postroom.server.access.registry import Agents
-from postroom.server.access.tokens import Tokens
+from postroom.server.access.tokens import TokenRegistry
 from postroom.stores.disk_reserve import (
     BLOCK_BYTES,
     CONTROL_RESERVE,
@@ -101,7 +101,7 @@ def use_up_the_room_of_completions(data: Path, disk: Path) -> None:
 def test_orders_of_operators_work_while_the_disk_is_full(small_disk: Path) -> None:
     data = small_disk / "run"
     with running(data) as up:
-        made = [Tokens(data).create("agent", "acme", f"a{n}") for n in range(REVOKED)]
+        made = [TokenRegistry(data).create("agent", "acme", f"a{n}") for n in range(REVOKED)]
         assert post(up, "/bus/news/messages", {"type": "FACT", "project_id": "p"})[0] == HTTPStatus.CREATED
         letter = dead_letter(data)
         use_up_the_room_of_completions(data, small_disk)
@@ -131,7 +131,7 @@ def test_up_starts_on_a_full_disk(small_disk: Path, end: signal.Signals) -> None
     data = small_disk / "run"
     with running(data) as up:
         admin = up.token
-        token = Tokens(data).create("agent", "acme", "a")
+        token = TokenRegistry(data).create("agent", "acme", "a")
         use_up_the_room_of_completions(data, small_disk)
         up.process.send_signal(end)
         up.process.wait(HANG_GUARD_S)
@@ -152,7 +152,7 @@ def test_first_change_of_a_registry_makes_the_reserve(tmp_path: Path) -> None:
 
 
 def test_reserve_gives_up_only_what_an_order_needs(small_disk: Path) -> None:
-    tokens = Tokens(small_disk)
+    tokens = TokenRegistry(small_disk)
     made = [tokens.create("operator") for _ in range(3)]
     for token in made:
         fill(small_disk)
@@ -174,7 +174,7 @@ def test_reserve_is_refilled_as_far_as_there_is_space(small_disk: Path) -> None:
 
 
 def test_without_any_space_an_order_is_refused(small_disk: Path) -> None:
-    tokens = Tokens(small_disk)
+    tokens = TokenRegistry(small_disk)
     token = tokens.create("operator")
     (small_disk / CONTROL_RESERVE).unlink()
     fill(small_disk)

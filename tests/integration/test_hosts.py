@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from postroom.server.access.tokens import Tokens
+from postroom.server.access.tokens import TokenRegistry
 from tests.integration.commandline import finish, postroom, start
 from tests.waiting import HANG_GUARD_S
 
@@ -43,7 +43,7 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     data = tmp_path_factory.mktemp("hosts") / "run"
     data.mkdir()
-    token = Tokens(data).create("agent", "acme", "ada").token
+    token = TokenRegistry(data).create("agent", "acme", "ada").token
     options = ("--data", data, "--port", 0, "--allowed-hosts", "postroom.example, other.example")
     process = start("postroom", "tasks", "serve", *options)
     try:

@@ -13,7 +13,7 @@ from nats.aio.client import Client
 
 from postroom import Mail
 from postroom.errors import MailRefused
-from postroom.server.access.tokens import Permissions, Tokens
+from postroom.server.access.tokens import Permissions, TokenRegistry
 from tests.integration.mailservers import MailServer, serving
 from tests.waiting import HANG_GUARD_S, until
 
@@ -89,7 +89,7 @@ def in_client(world: World, who: str, work: Any) -> Any:
 
 
 def make_tokens(data: Path) -> dict[str, str]:
-    tokens = Tokens(data)
+    tokens = TokenRegistry(data)
     only = Permissions(only_message=("amy",))
     return {
         "ada": tokens.create("agent", "acme", "ada").token,
@@ -218,7 +218,7 @@ def test_without_tokens_every_client_uses_every_mailbox(tmp_path: Path) -> None:
 
 
 def test_a_read_only_token_is_refused_with_the_reason(tmp_path: Path) -> None:
-    tokens = Tokens(tmp_path / "run")
+    tokens = TokenRegistry(tmp_path / "run")
     reader = tokens.create("operator", permissions=Permissions(is_read_only=True)).token
     with serving(tmp_path / "mail", "--tokens", str(tmp_path / "run")) as server:
         for token, said in ((reader, "a read-only token is not for NATS"), ("x", "wrong user, password or")):

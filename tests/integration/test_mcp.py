@@ -14,7 +14,7 @@ from mcp import Client, MCPError
 
 from postroom import Engine
 from postroom.mcp.mount import BODY_BYTES_MAX, ELEMENTS_MAX
-from postroom.server.access.tokens import Tokens
+from postroom.server.access.tokens import TokenRegistry
 from tests.integration.commandline import postroom
 from tests.integration.mcpclients import (
     Serving,
@@ -176,7 +176,7 @@ def test_errors_say_what_to_do_next(server: Serving) -> None:
 
 
 def test_a_folder_is_served_over_stdio_without_a_server(tmp_path: Path) -> None:
-    Tokens(tmp_path / "run").create("agent", "acme", "ann")
+    TokenRegistry(tmp_path / "run").create("agent", "acme", "ann")
 
     async def main() -> None:
         async with over_stdio("--data", tmp_path / "run", "--agent", "ann", "--org", "acme") as client:
@@ -217,7 +217,7 @@ def test_a_folder_is_served_over_stdio_without_a_server(tmp_path: Path) -> None:
 
 def test_an_operator_of_a_folder_keeps_to_its_organization(tmp_path: Path) -> None:
     data = tmp_path / "run"
-    Tokens(data).create("agent", "acme", "ann")
+    TokenRegistry(data).create("agent", "acme", "ann")
 
     async def main() -> None:
         options = ("--data", data, "--agent", "ann", "--org", "acme", "--may-send-to", "bob")

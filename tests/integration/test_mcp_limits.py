@@ -14,7 +14,7 @@ from postroom.mcp.backend import LocalBackend
 from postroom.mcp.resources import ANSWER_BYTES_MAX, read
 from postroom.mcp.tools import ClaimArguments, ReplyArguments, WaitForArguments, claim, reply, wait_for
 from postroom.server.access.registry import Agents, Identity
-from postroom.server.access.tokens import Tokens
+from postroom.server.access.tokens import TokenRegistry
 from postroom.server.app import TasksApp, create_app
 from postroom.server.http.task_server import STREAMS_A_TOKEN_MAX, TaskServer
 from tests.waiting import HANG_GUARD_S, eventually
@@ -96,7 +96,7 @@ def test_a_tool_that_waits_ends_with_its_token(app: TasksApp, tool: str, *, is_r
             question_id = await asked(ada, bob, "why?")
             message = {"type": "tool_call", "payload": {}, "delay_s": 3600}
             message_id = (await ada.call("POST", "/engine/messages", message))["message_id"]
-            tokens = Tokens(server.agents.data)
+            tokens = TokenRegistry(server.agents.data)
             made = tokens.create("agent", "acme", "ada", expires_s=None if is_revoked else 2.0)
             ending = LocalBackend(app, identified(server, made.token), token=made.token)
             waits = {

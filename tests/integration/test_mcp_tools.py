@@ -15,7 +15,7 @@ from postroom.core.lifecycle.fairness import Rotation
 from postroom.engine.rules.claims import Claims
 from postroom.errors import ValidationError
 from postroom.mcp.tools import TOOLS
-from postroom.server.access.tokens import Permissions, Tokens
+from postroom.server.access.tokens import Permissions, TokenRegistry
 from tests.integration.mcpclients import (
     WAIT_S,
     Serving,
@@ -242,7 +242,7 @@ def test_a_day_of_an_operator_and_its_agents(server: Serving) -> None:
 
 
 def test_a_token_claims_for_the_agents_that_it_may_claim_for_and_no_others(server: Serving) -> None:
-    tokens, pool = Tokens(server.data), Permissions(may_claim=("reviewer",))
+    tokens, pool = TokenRegistry(server.data), Permissions(may_claim=("reviewer",))
     server.tokens["pool"] = tokens.create("agent", "acme", "pool", permissions=pool).token
 
     async def main() -> None:

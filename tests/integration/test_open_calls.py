@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from postroom.calls.fields import WAIT_S_MAX
-from postroom.server.access.tokens import Tokens
+from postroom.server.access.tokens import TokenRegistry
 from tests.integration.servers import Server, serving
 from tests.integration.test_http_limits import connected, head, health, received
 from tests.waiting import HANG_GUARD_S
@@ -26,12 +26,12 @@ class Tokened:
 
     def __init__(self, server: Server, agent: str) -> None:
         self._server = server
-        made = Tokens(server.data).create("agent", "acme", agent)
+        made = TokenRegistry(server.data).create("agent", "acme", agent)
         self.token_id = made.token_id
         server.tokens[agent] = made.token
 
     def revoke(self) -> None:
-        Tokens(self._server.data).revoke(self.token_id)
+        TokenRegistry(self._server.data).revoke(self.token_id)
 
 
 def opened(
@@ -75,7 +75,7 @@ def test_a_long_poll_ends_with_its_token_before_an_older_one_ends(server: Server
 
 def test_a_revoked_token_of_an_admin_over_http_ends_its_polls(server: Server) -> None:
     gone = Tokened(server, "gone-http")
-    server.tokens["admin"] = Tokens(server.data).create("admin").token
+    server.tokens["admin"] = TokenRegistry(server.data).create("admin").token
     with contextlib.ExitStack() as stack:
         older = opened(server, stack, "review", "POST", "/queue/next", {"wait_s": WAIT_S_MAX})
         poll = opened(server, stack, "gone-http", "POST", "/queue/next", {"wait_s": WAIT_S_MAX})

@@ -21,7 +21,7 @@ from postroom.contracts.tasks.tasks import DECISIONS
 from postroom.core.names import scoped
 from postroom.errors import InvalidMessage
 from postroom.server.access.registry import Agents
-from postroom.server.access.tokens import Permissions, Tokens
+from postroom.server.access.tokens import Permissions, TokenRegistry
 from postroom.stores.own_ids import COVERED, IDS_FACT
 from tests.integration.commandline import postroom
 from tests.integration.ups import Running, running
@@ -34,7 +34,7 @@ class World:
     """A running server, and an agent of each organization."""
 
     def __init__(self, up: Running, data: Path) -> None:
-        self.up, self.tokens, self.data = up, Tokens(data), data
+        self.up, self.tokens, self.data = up, TokenRegistry(data), data
         self.acme = self.agent(ACME, "ada")
         self.other = self.agent(OTHER, "bob")
 

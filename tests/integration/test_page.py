@@ -19,7 +19,7 @@ from playwright.sync_api import APIResponse, Browser, BrowserContext, Page, Rout
 from postroom import Breaker, Engine
 from postroom.core.lifecycle import breaker
 from postroom.engine.rules.cells import CIRCUITS
-from postroom.server.access.tokens import Permissions, Tokens
+from postroom.server.access.tokens import Permissions, TokenRegistry
 from postroom.stores.transaction import Transaction
 from tests import pagebudgets
 from tests.integration.commandline import finish, postroom, start
@@ -831,7 +831,7 @@ def budgeted(data: Path) -> Iterator[tuple[str, str, str]]:
     Gives the address of the server, a token, and the id of the message.
     """
     data.mkdir()
-    token = Tokens(data).create("admin").token
+    token = TokenRegistry(data).create("admin").token
     process = start(
         "postroom", "tasks", "serve", "--data", data, "--port", 0, "--app", "tests.pagebudgets:engine"
     )

@@ -14,7 +14,7 @@ from postroom.core.redaction import Redactor
 from postroom.page.mount import mount
 from postroom.page.redaction import REDACTED_CHARS_MAX
 from postroom.server.access.registry import Agents
-from postroom.server.access.tokens import Tokens
+from postroom.server.access.tokens import TokenRegistry
 from postroom.server.app import TasksApp, create_app
 from tests.waiting import HANG_GUARD_S, eventually
 
@@ -123,7 +123,7 @@ def test_a_stream_ends_with_its_token_and_gives_its_share_back(
             server = page.app.running_server()
             body = {"type": "note", "project_id": "p", "body": "news"}
             await page.call("POST", "/bus/team/messages", body)
-            tokens = Tokens(server.agents.data)
+            tokens = TokenRegistry(server.agents.data)
             made = tokens.create("agent", "acme", "ada", expires_s=None if is_revoked else 2.0)
             stream = asyncio.ensure_future(page.stream(path, made.token))
 

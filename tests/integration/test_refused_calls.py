@@ -17,7 +17,7 @@ from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 
 from postroom import Tasks
-from postroom.server.access.tokens import Tokens
+from postroom.server.access.tokens import TokenRegistry
 from tests.integration.ups import Running, answer_to_login, running
 from tests.waiting import HANG_GUARD_S, until
 
@@ -30,7 +30,7 @@ class World:
 
     def __init__(self, up: Running, data: Path) -> None:
         self.up, self.data = up, data
-        tokens = Tokens(data)
+        tokens = TokenRegistry(data)
         self.agent = tokens.create("agent", "acme", "triage")
         self.slow = tokens.create("agent", "acme", "slow", rate=RATE)
 
@@ -94,7 +94,7 @@ def test_an_unknown_path_is_an_event(world: World) -> None:
 
 
 def test_refusals_of_the_page_and_of_mcp_themselves_are_events(world: World) -> None:
-    token = Tokens(world.data).create("agent", "acme", "lost").token
+    token = TokenRegistry(world.data).create("agent", "acme", "lost").token
     status, headers, answer = world.post("/page/overview", token, {})
     assert (status, answer["error"]) == (405, "MethodNotAllowed")
     assert "GET" in headers["allow"]
@@ -131,7 +131,7 @@ def test_a_token_above_its_rate_gets_429_and_when_to_try_again(world: World) -> 
 
 
 def test_sign_ins_count_in_the_rate_of_their_token(world: World) -> None:
-    slow = Tokens(world.data).create("agent", "acme", "signs", rate=RATE)
+    slow = TokenRegistry(world.data).create("agent", "acme", "signs", rate=RATE)
     answers = [world.post("/page/sign-in", "", {"token": slow.token})[0] for _ in range(5)]
     assert answers[0] == 200
     assert answers[-1] == 429

@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from postroom.engine.rules.policy import CONTROL_TYPES
-from postroom.server.access.tokens import NewToken, Permissions, Tokens
+from postroom.server.access.tokens import NewToken, Permissions, TokenRegistry
 from tests.integration.commandline import finish, postroom, start
 from tests.waiting import HANG_GUARD_S, until
 
@@ -23,7 +23,7 @@ class World:
 
     def __init__(self, url: str, data: Path) -> None:
         self.url, self.data = url, data
-        self.tokens = Tokens(data)
+        self.tokens = TokenRegistry(data)
         self.admin = self.tokens.create("admin").token
 
     def agent(self, name: str, **allowed: Any) -> NewToken:

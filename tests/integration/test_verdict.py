@@ -9,7 +9,7 @@ import pytest
 from postroom import Engine
 from postroom.calls.submit import SubmitFields
 from postroom.client.calls import HttpClient
-from postroom.server.access.tokens import Tokens
+from postroom.server.access.tokens import TokenRegistry
 from tests.integration.commandline import finish, isolate, postroom, run_on_terminal, start
 
 WAITING = 1_960
@@ -39,8 +39,8 @@ def test_all_five_views_give_the_same_verdict(folder: Path) -> None:
     assert said({"reasons": findings}) == UNATTENDED
     assert said(postroom("engine", "status", "--data", folder).line["verdict"]) == UNATTENDED
     assert said(postroom("top", "--data", folder, "--once").line["verdict"]) == UNATTENDED
-    operator = Tokens(folder).create("operator").token
-    agent = Tokens(folder).create("agent", agent="x", org="other").token
+    operator = TokenRegistry(folder).create("operator").token
+    agent = TokenRegistry(folder).create("agent", agent="x", org="other").token
     process = start("postroom", "tasks", "serve", "--data", folder, "--port", 0)
     try:
         assert process.stdout is not None

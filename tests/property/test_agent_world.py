@@ -18,7 +18,7 @@ from postroom.engine.agents.agent_operations import AgentOperations
 from postroom.engine.agents.parts import read_on
 from postroom.engine.rules.cells import REQUESTS, OpenRequest
 from postroom.engine.rules.operations import Operations
-from postroom.stores.memory import Journal
+from postroom.stores.memory import UndoJournal
 from postroom.testing import AgentWorld
 from postroom.testing.agent_world import RULES
 
@@ -117,7 +117,7 @@ def deliver_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def miscount(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Journal, "count", lambda *_: None)
+    patch.setattr(UndoJournal, "count", lambda *_: None)
 
 
 def bounce_to_nobody(patch: pytest.MonkeyPatch) -> None:

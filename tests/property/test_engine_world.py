@@ -27,7 +27,7 @@ from postroom.engine.rules.claims import Claims
 from postroom.engine.rules.outcomes import Outcomes
 from postroom.goals.registry import OperationRegistry
 from postroom.message import Moment, Record, Step
-from postroom.stores.memory import Journal
+from postroom.stores.memory import UndoJournal
 from postroom.testing import HandlerWorld, World
 from postroom.testing.world_checker import RULES
 from tests.simulation import Part, simulated
@@ -182,11 +182,11 @@ def revive_the_cancelled(patch: pytest.MonkeyPatch) -> None:
 
 
 def miscount(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Journal, "count", lambda *_: None)
+    patch.setattr(UndoJournal, "count", lambda *_: None)
 
 
 def keep_what_was_rolled_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Journal, "undo", Journal.commit)
+    patch.setattr(UndoJournal, "undo", UndoJournal.commit)
 
 
 def keep_unused_tokens(patch: pytest.MonkeyPatch) -> None:

@@ -6,11 +6,11 @@ import pytest
 
 from postroom.errors import InvalidMessage
 from postroom.mcp.backend import quoted
-from postroom.mcp.excerpts import CLIPPED_CHARS_MAX, SENDERS_SHOWN_MAX, Entry, page
+from postroom.mcp.excerpts import CLIPPED_CHARS_MAX, SENDERS_SHOWN_MAX, Excerpt, page
 
 
-def entry(number: int, body: Any = "hello", sender: str = "bob") -> Entry:
-    return Entry(str(number), sender, body, {}, f"postroom://messages/{number}")
+def entry(number: int, body: Any = "hello", sender: str = "bob") -> Excerpt:
+    return Excerpt(str(number), sender, body, {}, f"postroom://messages/{number}")
 
 
 def test_an_empty_page_is_complete() -> None:

@@ -11,7 +11,7 @@ from msgspec import json
 from postroom import Engine
 from postroom.core.lifecycle import lifecycle
 from postroom.engine import dlq
-from postroom.engine.dlq import DeadLetter, Found
+from postroom.engine.dlq import DeadLetter, FoundLetters
 from postroom.engine.inspection import BreakerStatus, EngineStatus
 from postroom.engine.rules.operations import Operations
 from postroom.message import Event
@@ -157,12 +157,12 @@ def test_dead_letter_search_stops_at_its_bound_and_continues(engine: Engine) -> 
         )
     )
 
-    def search(looked_max: int, **filters: Any) -> Found:
+    def search(looked_max: int, **filters: Any) -> FoundLetters:
         wanted = dlq.checked_filters(filters)
         return engine.store.read(lambda t: dlq.search(Operations(t, engine.policy), wanted, looked_max))
 
-    assert search(4, type="none") == Found([], ids[3])  # a million that do not fit cost four
-    assert search(4, type="none", after=ids[3]) == Found([], "")
+    assert search(4, type="none") == FoundLetters([], ids[3])  # a million that do not fit cost four
+    assert search(4, type="none", after=ids[3]) == FoundLetters([], "")
     found = search(100, limit=2)
     assert ([letter.message_id for letter in found.letters], found.last) == (ids[:2], ids[1])
 

@@ -13,7 +13,7 @@ import pytest
 from postroom.core.gate import Owner, permit
 from postroom.errors import InvalidMessage, InvalidName, StoreDamaged, UnknownToken
 from postroom.server.access.registry import Agents
-from postroom.server.access.tokens import FILE_NAME, Permissions, Tokens, digest_of
+from postroom.server.access.tokens import FILE_NAME, Permissions, TokenRegistry, digest_of
 
 
 def expire(folder: Path, token_id: str) -> None:
@@ -28,7 +28,7 @@ def expire(folder: Path, token_id: str) -> None:
 
 
 def test_a_token_identifies_its_agent_role_and_organization(tmp_path: Path) -> None:
-    made = Tokens(tmp_path).create(
+    made = TokenRegistry(tmp_path).create(
         "agent", "acme", "triage", permissions=Permissions(may_send_to=("critic",))
     )
     identity = Agents(tmp_path).identify(made.token)
@@ -40,12 +40,12 @@ def test_a_token_identifies_its_agent_role_and_organization(tmp_path: Path) -> N
 
 
 def test_the_file_holds_no_token(tmp_path: Path) -> None:
-    made = Tokens(tmp_path).create("admin")
+    made = TokenRegistry(tmp_path).create("admin")
     assert made.token not in (tmp_path / FILE_NAME).read_text()
 
 
 def test_an_operator_of_one_organization_operates_only_that_one(tmp_path: Path) -> None:
-    made = Tokens(tmp_path).create("operator", "acme")
+    made = TokenRegistry(tmp_path).create("operator", "acme")
     identity = Agents(tmp_path).identify(made.token)
     assert identity is not None
     assert permit(identity, "engine.pause", Owner("acme"))
@@ -54,7 +54,7 @@ def test_an_operator_of_one_organization_operates_only_that_one(tmp_path: Path) 
 
 
 def test_an_admin_administers_its_organization_or_all_of_them(tmp_path: Path) -> None:
-    tokens, agents = Tokens(tmp_path), Agents(tmp_path)
+    tokens, agents = TokenRegistry(tmp_path), Agents(tmp_path)
     everywhere = agents.identify(tokens.create("admin").token)
     of_one = agents.identify(tokens.create("admin", "acme").token)
     assert everywhere is not None
@@ -65,7 +65,7 @@ def test_an_admin_administers_its_organization_or_all_of_them(tmp_path: Path) ->
 
 
 def test_an_expired_token_is_refused_and_stays_in_the_list(tmp_path: Path) -> None:
-    tokens = Tokens(tmp_path)
+    tokens = TokenRegistry(tmp_path)
     made = tokens.create("operator", expires_s=3600)
     assert Agents(tmp_path).identify(made.token) is not None
     expire(tmp_path, made.token_id)
@@ -74,7 +74,7 @@ def test_an_expired_token_is_refused_and_stays_in_the_list(tmp_path: Path) -> No
 
 
 def test_a_revoked_token_is_refused(tmp_path: Path) -> None:
-    tokens = Tokens(tmp_path)
+    tokens = TokenRegistry(tmp_path)
     made = tokens.create("operator")
     tokens.revoke(made.token_id)
     assert Agents(tmp_path).identify(made.token) is None
@@ -85,7 +85,7 @@ def test_a_revoked_token_is_refused(tmp_path: Path) -> None:
 def test_a_slow_reader_does_not_keep_a_token_that_was_revoked_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known, writer = Tokens(tmp_path), Tokens(tmp_path)
+    known, writer = TokenRegistry(tmp_path), TokenRegistry(tmp_path)
     made = writer.create("agent", "acme", "ann")
     read = known._file.read_all
 
@@ -104,7 +104,7 @@ def test_a_slow_reader_does_not_keep_a_token_that_was_revoked_meanwhile(
 
 
 def test_rotation_keeps_the_rights_and_ends_the_old_token(tmp_path: Path) -> None:
-    tokens = Tokens(tmp_path)
+    tokens = TokenRegistry(tmp_path)
     old = tokens.create(
         "agent", "acme", "triage", expires_s=3600, permissions=Permissions(may_send_to=("critic",))
     )
@@ -118,7 +118,7 @@ def test_rotation_keeps_the_rights_and_ends_the_old_token(tmp_path: Path) -> Non
 
 
 def test_an_overlap_keeps_the_old_token_valid_but_not_longer_than_before(tmp_path: Path) -> None:
-    tokens = Tokens(tmp_path)
+    tokens = TokenRegistry(tmp_path)
     old = tokens.create("operator", expires_s=60)
     before = tokens.list()[0].expires
     tokens.rotate(old.token_id, overlap_s=3600)
@@ -129,7 +129,7 @@ def test_an_overlap_keeps_the_old_token_valid_but_not_longer_than_before(tmp_pat
 
 
 def test_a_rotation_keeps_no_entry_that_has_ended(tmp_path: Path) -> None:
-    tokens = Tokens(tmp_path)
+    tokens = TokenRegistry(tmp_path)
     old, expired = tokens.create("operator"), tokens.create("operator", expires_s=60)
     expire(tmp_path, expired.token_id)
     made = [tokens.rotate(old.token_id), tokens.rotate(expired.token_id, overlap_s=60)]
@@ -140,7 +140,7 @@ def test_a_rotation_with_an_overlap_is_refused_at_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("postroom.server.access.tokens.TOKENS_MAX", 1)
-    tokens = Tokens(tmp_path)
+    tokens = TokenRegistry(tmp_path)
     old = tokens.create("operator")
     with pytest.raises(InvalidMessage, match="there are 1 tokens already"):
         tokens.rotate(old.token_id, overlap_s=60)
@@ -153,7 +153,7 @@ def test_tokens_of_an_organization_leave_room_for_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("postroom.server.access.tokens.TOKENS_AN_ORGANIZATION_MAX", 2)
-    tokens = Tokens(tmp_path)
+    tokens = TokenRegistry(tmp_path)
     made = [tokens.create("agent", "acme", name) for name in ("ada", "ben")]
     with pytest.raises(InvalidMessage, match="'acme' has 2 tokens already, which is the limit"):
         tokens.create("agent", "acme", "cleo")
@@ -169,7 +169,7 @@ def test_the_permissions_of_an_organization_name_a_limited_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("postroom.server.access.tokens.PERMITTED_NAMES_AN_ORGANIZATION_MAX", 5)
-    tokens = Tokens(tmp_path)
+    tokens = TokenRegistry(tmp_path)
     three = Permissions(only_message=("a", "b"), only_buses=("c",))
     made = tokens.create("agent", "acme", "ada", permissions=three)
     tokens.create("agent", "other", "ben", permissions=three)
@@ -195,18 +195,18 @@ def test_a_bad_token_gets_one_sentence_and_changes_nothing(
     tmp_path: Path, fields: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(InvalidMessage, match=sentence):
-        Tokens(tmp_path).create(**fields)  # type: ignore[arg-type]
+        TokenRegistry(tmp_path).create(**fields)  # type: ignore[arg-type]
     assert not (tmp_path / FILE_NAME).exists()
 
 
 @pytest.mark.parametrize("name", ["a b", "../x", "a\nb", ""])
 def test_names_are_checked(tmp_path: Path, name: str) -> None:
     with pytest.raises((InvalidName, InvalidMessage)):
-        Tokens(tmp_path).create("agent", "acme", name)
+        TokenRegistry(tmp_path).create("agent", "acme", name)
 
 
 def test_a_damaged_file_refuses_every_token_and_is_not_overwritten(tmp_path: Path) -> None:
-    tokens = Tokens(tmp_path)
+    tokens = TokenRegistry(tmp_path)
     made = tokens.create("operator")
     (tmp_path / FILE_NAME).write_text('{"tokens": [{"token_id": 1}]}')
     with pytest.raises(StoreDamaged, match="is not a list of tokens"):
@@ -216,11 +216,13 @@ def test_a_damaged_file_refuses_every_token_and_is_not_overwritten(tmp_path: Pat
     assert (tmp_path / FILE_NAME).read_text() == '{"tokens": [{"token_id": 1}]}'
     (tmp_path / FILE_NAME).write_text("{}")
     with pytest.raises(StoreDamaged, match="it has no such list"):
-        Tokens(tmp_path).list()
+        TokenRegistry(tmp_path).list()
 
 
 def test_every_changed_byte_of_the_file_is_found(tmp_path: Path) -> None:
-    Tokens(tmp_path).create("agent", "acme", "triage", permissions=Permissions(may_send_to=("critic",)))
+    TokenRegistry(tmp_path).create(
+        "agent", "acme", "triage", permissions=Permissions(may_send_to=("critic",))
+    )
     path = tmp_path / FILE_NAME
     text = path.read_bytes()
     for place in range(len(text)):
@@ -228,21 +230,21 @@ def test_every_changed_byte_of_the_file_is_found(tmp_path: Path) -> None:
         changed[place] ^= 1
         path.write_bytes(changed)
         with pytest.raises(StoreDamaged):
-            Tokens(tmp_path).list()
+            TokenRegistry(tmp_path).list()
     path.write_bytes(text)
-    assert Tokens(tmp_path).list()
+    assert TokenRegistry(tmp_path).list()
 
 
 def test_a_changed_file_is_used_after_its_checksum_is_removed(tmp_path: Path) -> None:
-    Tokens(tmp_path).create("agent", "acme", "triage")
+    TokenRegistry(tmp_path).create("agent", "acme", "triage")
     path = tmp_path / FILE_NAME
     path.write_text(path.read_text().replace("triage", "tsiage"))
     with pytest.raises(StoreDamaged, match="remove its field crc32 to use it"):
-        Tokens(tmp_path).list()
+        TokenRegistry(tmp_path).list()
     path.write_text(re.sub(r',\s*"crc32": \d+', "", path.read_text()))
-    [token] = Tokens(tmp_path).list()
+    [token] = TokenRegistry(tmp_path).list()
     assert token.agent == "tsiage"
-    Tokens(tmp_path).create("agent", "acme", "triage")
+    TokenRegistry(tmp_path).create("agent", "acme", "triage")
     assert "crc32" in path.read_text()
 
 
@@ -260,7 +262,7 @@ def test_the_token_of_an_agent_that_is_registered_has_its_permissions_too(tmp_pa
 
 
 def test_entries_of_the_file_can_be_read_by_a_program(tmp_path: Path) -> None:
-    made = Tokens(tmp_path).create("agent", "acme", "triage")
+    made = TokenRegistry(tmp_path).create("agent", "acme", "triage")
     content = msgspec.json.decode((tmp_path / FILE_NAME).read_bytes())
     assert content["tokens"][0]["token_id"] == made.token_id
 
@@ -283,7 +285,7 @@ def as_earlier_version(folder: Path, owners: dict[str, str]) -> None:
 
 
 def test_a_name_is_one_within_its_organization(tmp_path: Path) -> None:
-    tokens = Tokens(tmp_path)
+    tokens = TokenRegistry(tmp_path)
     first, second = tokens.create("agent", "acme", "bot"), tokens.create("agent", "evil", "bot")
     assert queue(tmp_path, first.token) == "@acme:bot"
     assert queue(tmp_path, second.token) == "@evil:bot"
@@ -293,7 +295,7 @@ def test_a_name_is_one_within_its_organization(tmp_path: Path) -> None:
 def test_a_name_of_an_earlier_version_stays_with_its_organization(
     tmp_path: Path, owners: dict[str, str]
 ) -> None:
-    tokens = Tokens(tmp_path)
+    tokens = TokenRegistry(tmp_path)
     old = tokens.create("agent", "acme", "bot", permissions=Permissions(may_claim=("pool",)))
     foreign = tokens.create("agent", "evil", "bot")
     as_earlier_version(tmp_path, owners)
@@ -308,8 +310,8 @@ def test_a_name_of_an_earlier_version_stays_with_its_organization(
 def test_every_operator_without_an_agent_has_the_rights_of_its_token(
     tmp_path: Path,
 ) -> None:
-    Tokens(tmp_path).create("operator", "acme")
-    second = Tokens(tmp_path).create("operator", "globex", permissions=Permissions(may_read=("ada",)))
+    TokenRegistry(tmp_path).create("operator", "acme")
+    second = TokenRegistry(tmp_path).create("operator", "globex", permissions=Permissions(may_read=("ada",)))
     assert queue(tmp_path, second.token) == f"@globex:{second.token_id}"
 
 

@@ -104,7 +104,7 @@ def _run(
     shell: Shell, data: Path, settings: "UpSettings", accept_loss: tuple[str, ...], *, demo: bool
 ) -> None:
     from postroom.contracts.tasks.tasks import Tasks
-    from postroom.server.access.tokens import Tokens
+    from postroom.server.access.tokens import TokenRegistry
     from postroom.server.folder.manifest import keeping
     from postroom.server.up.parts import SupervisedParts
 
@@ -135,7 +135,7 @@ def _run(
         finally:
             parts.stop()
             if first is not None and not is_printed:  # nobody has seen it: the next start makes another
-                Tokens(data).revoke(first.token_id)
+                TokenRegistry(data).revoke(first.token_id)
 
 
 def _check_settings(settings: "UpSettings", *, demo: bool, insecure: bool) -> None:

@@ -95,7 +95,7 @@ class EngineClient(HttpClient):
 
     def __init__(self, url: str, token: str, **options: Any) -> None:
         super().__init__(url, token, **options)
-        self.dlq = DeadLetters(self)
+        self.dlq = DeadLetterCalls(self)
         self.bounces = BouncedAnswers(self)
         self.goals = GoalCalls(self)
         self.decisions = DecisionCalls(self)
@@ -271,7 +271,7 @@ class BouncedAnswers:
         return list(self._client.call(agents.BouncesDone(keys=[*keys]))["keys"])
 
 
-class DeadLetters:
+class DeadLetterCalls:
     """`client.dlq`."""
 
     def __init__(self, client: EngineClient) -> None:

@@ -41,7 +41,7 @@ from postroom.calls.tasks import (
 from postroom.client import arguments
 from postroom.client.calls import RETRIES, TIMEOUT_S, HttpClient, deadline_after
 from postroom.client.connections import PAUSE_S_MAX, LongPolls
-from postroom.client.worker import LEASE_OVER, LEASE_S, Task, TaskEnd, Worker
+from postroom.client.worker import LEASE_OVER, LEASE_S, Task, TaskEnd, TaskWorker
 from postroom.errors import (
     InvalidMessage,
     NoResult,
@@ -155,7 +155,7 @@ class TaskClient(HttpClient):
         self._leases: OrderedDict[str, int] = OrderedDict()
         self._leases_lock = threading.Lock()
         self._heartbeats: dict[int, _Heartbeats] = {}  # by lease
-        self._workers: set[Worker] = set()
+        self._workers: set[TaskWorker] = set()
 
     def __repr__(self) -> str:
         return f"TaskClient({self._connections.url!r}, agent={self.agent!r})"
@@ -437,7 +437,7 @@ class TaskClient(HttpClient):
         arguments.seconds("grace_s", grace_s)
         if nudge_port is not None and arguments.count("nudge_port", nudge_port) > PORT_MAX:
             raise InvalidMessage(f"nudge_port must be from 0 to {PORT_MAX}, not {nudge_port!r}")
-        worker = Worker(
+        worker = TaskWorker(
             self,
             handler,
             partial(self._claim, 1, lease_s),

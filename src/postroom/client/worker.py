@@ -124,7 +124,7 @@ class _InFlight(NamedTuple):
     heartbeats: contextlib.ExitStack
 
 
-class Worker:
+class TaskWorker:
     """One call of `TaskClient.work`.
 
     Each slot is a thread that handles tasks one after the other. The thread that called `work` waits for

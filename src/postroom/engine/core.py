@@ -7,7 +7,7 @@ from postroom.engine.additions import Additions
 from postroom.engine.commits import Commits
 from postroom.engine.message_input import Registry
 from postroom.engine.rules.policy import PAYLOAD_KEYS, REQUEST_TYPES, Policy
-from postroom.engine.rules.retention import Purge
+from postroom.engine.rules.retention import EnginePurge
 from postroom.engine.submits import Submits
 from postroom.engine.wakeups import Wakeups
 from postroom.engine.work.handlers import Handlers
@@ -30,7 +30,7 @@ class EngineCore:
         self.commits = Commits(store, policy)
         self.submits = Submits(store, self.registry, self.commits, self.additions)
         self.wakeups = Wakeups(store, self.commits)
-        self.purge = Purge(self.commits)
+        self.purge = EnginePurge(self.commits)
 
     @property
     def policy(self) -> Policy:

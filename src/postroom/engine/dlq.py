@@ -167,7 +167,7 @@ def checked_filters(filters: Mapping[str, Any]) -> Filters:
     return wanted
 
 
-class Found(NamedTuple):
+class FoundLetters(NamedTuple):
     """Dead letters that match the filters, and where the search stopped."""
 
     letters: list[DeadLetter]
@@ -199,7 +199,7 @@ def search(
     wanted: Filters,
     looked_max: int | None = None,
     read_value: ReadValue | None = decoded_value,
-) -> Found:
+) -> FoundLetters:
     """Dead letters by acceptance. The search stops after `looked_max` of them, or with enough payload bytes.
 
     Without `read_value`, payloads are not read.
@@ -217,9 +217,9 @@ def search(
             looked += 1
             is_full = payloads is not None and payloads.size >= LETTERS_BYTES_MAX
             if len(found) == wanted.limit or looked == looked_max or is_full:
-                return Found(found, record.message_id)
+                return FoundLetters(found, record.message_id)
         after = records[-1].seq
-    return Found(found, "")
+    return FoundLetters(found, "")
 
 
 def _fits(wanted: Filters, stored: Stored) -> bool:

@@ -86,7 +86,7 @@ class BlockingEngine(Blocking):
         self.conflicts = BlockingConflicts(engine.conflicts, self.wait)
 
 
-class Sources(Protocol):
+class ContextSources(Protocol):
     """Where a context gets its parts: an `Engine`."""
 
     context_provider: ContextProvider
@@ -98,7 +98,7 @@ class HandlerContext(Context):
 
     def __init__(
         self,
-        sources: Sources,
+        sources: ContextSources,
         core: EngineCore,
         message: Message,
         lease: int,

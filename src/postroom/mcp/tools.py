@@ -21,7 +21,7 @@ from postroom.core.fieldfaults import field_fault
 from postroom.core.gate import GATE
 from postroom.errors import InvalidMessage, UnknownTask
 from postroom.mcp.backend import Backend, quoted
-from postroom.mcp.excerpts import Entry, labelled, page
+from postroom.mcp.excerpts import Excerpt, labelled, page
 
 BUDGET_TOKENS = 2_000
 BUDGET_TOKENS_MAX = 200_000
@@ -163,14 +163,14 @@ async def _done(backend: Backend, keys: Sequence[str]) -> None:
         await backend.ask(agents.InboxDone(agent_id=backend.agent, keys=some), as_agent=True)
 
 
-def _entry(line: dict[str, Any]) -> Entry:
+def _entry(line: dict[str, Any]) -> Excerpt:
     letter = _letter(line["payload"])
     facts = {"message_id": line["message_id"], "kind": letter["kind"]}
     if letter.get("reply_to"):
         facts["reply_to"] = letter["reply_to"]
     if line["is_bounce"]:
         facts |= {"kind": "bounce", "reason": line["reason"]}
-    return Entry(
+    return Excerpt(
         line["key"], line["sender"], letter["body"], facts, f"postroom://messages/{line['message_id']}"
     )
 
@@ -420,12 +420,12 @@ async def _missing_bus(backend: Backend, bus: str) -> dict[str, Any]:
     return {"exists": False, "buses": buses, "next": "there is no such bus: read one of buses, or post first"}
 
 
-def _bus_entry(bus: str, message: dict[str, Any]) -> Entry:
+def _bus_entry(bus: str, message: dict[str, Any]) -> Excerpt:
     facts = {"type": message["type"], "ts": message["ts"]}
     if message.get("parents"):
         facts["parents"] = message["parents"]
     uri = f"postroom://buses/{quoted(bus)}"
-    return Entry(message["msg_id"], message.get("run_id", ""), message["body"], facts, uri)
+    return Excerpt(message["msg_id"], message.get("run_id", ""), message["body"], facts, uri)
 
 
 # ---- the global queue --------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Second(msgspec.Struct, frozen=True):
     failed: int = 0
 
 
-class Wait(msgspec.Struct, frozen=True):
+class PriorityWait(msgspec.Struct, frozen=True):
     """How long the messages of a priority waited for their delivery in the last `HISTORY_S` seconds."""
 
     priority: int
@@ -114,7 +114,7 @@ class Activity:
                     totals[counted] = totals.get(counted, 0.0) + count
         return totals
 
-    def waits(self, org_id: str | None = None) -> list[Wait]:
+    def waits(self, org_id: str | None = None) -> list[PriorityWait]:
         """The waiting times of each priority, P0 first."""
         found = []
         for priority, waits in enumerate(self._waits):
@@ -125,5 +125,5 @@ class Activity:
                 for share in (0.5, 0.9, 0.99)
             )
             target_ms = TARGETS_MS[priority]
-            found.append(Wait(priority, count, p50, p90, p99, target_ms, p99 <= target_ms))
+            found.append(PriorityWait(priority, count, p50, p90, p99, target_ms, p99 <= target_ms))
         return found

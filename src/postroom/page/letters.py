@@ -11,7 +11,7 @@ from postroom.calls.fields import LETTERS_MAX, Id, Name, Text
 from postroom.core.gate import visible_org
 from postroom.core.names import unscoped
 from postroom.engine import dlq
-from postroom.engine.dlq import DeadLetter, Found
+from postroom.engine.dlq import DeadLetter, FoundLetters
 from postroom.engine.inspection import EngineStatus, status_of
 from postroom.engine.rules.cells import PAUSES, SEPARATOR
 from postroom.engine.rules.operations import Operations
@@ -111,7 +111,7 @@ async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     of_patterns = {name: filters[name] for name in ("org_id",) if name in filters}
     sampled = dlq.checked_filters({**of_patterns, "limit": SAMPLED_MAX})
 
-    def work(operations: Operations) -> tuple[Found, list[DeadLetter]]:
+    def work(operations: Operations) -> tuple[FoundLetters, list[DeadLetter]]:
         if wanted.after is not None:
             after = visible(operations, wanted.after, request.identity).message_id
             return dlq.search(operations, msgspec.structs.replace(wanted, after=after), LOOKED_MAX, None), []

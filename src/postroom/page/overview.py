@@ -24,7 +24,7 @@ from postroom.engine.rules.policy import Policy
 from postroom.engine.token_status import TokenStatus
 from postroom.engine.token_status import status_of as token_status_of
 from postroom.goals import decisions
-from postroom.page.activity import Activity, Second, Throughput, Wait
+from postroom.page.activity import Activity, PriorityWait, Second, Throughput
 from postroom.page.redaction import Hide
 
 AGENTS_SHOWN_MAX: Final = 200
@@ -95,7 +95,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     stage: int
     rates: Throughput
     history: list[Second]
-    waits: list[Wait]
+    waits: list[PriorityWait]
     workers: list[WorkerRow]
     wanted_workers: int
     agents: list[AgentHealth]

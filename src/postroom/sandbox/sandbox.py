@@ -36,7 +36,7 @@ PROBE_AGAIN_S: Final = 60.0
 ENVIRONMENT: Final = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
 
 
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one run may use."""
 
     time: float | None = None
@@ -55,10 +55,10 @@ class Completed(msgspec.Struct, frozen=True):
     timed_out: bool = False
 
 
-def checked_limits(limits: object) -> Limits:
+def checked_limits(limits: object) -> RunLimits:
     """Limits as a caller gave them."""
     try:
-        found = msgspec.convert({} if limits is None else limits, Limits, from_attributes=True)
+        found = msgspec.convert({} if limits is None else limits, RunLimits, from_attributes=True)
         if found.memory is not None:
             bytes_of(found.memory)
     except (msgspec.ValidationError, ValueError) as error:
@@ -160,7 +160,7 @@ class MockSandbox(Sandbox):
         self.answers: dict[str, Completed] = {}
         """Program -> what its runs give."""
         self.is_created = False
-        self.limits = Limits()
+        self.limits = RunLimits()
 
     async def create(self, resource_limits: Any = None) -> "Sandbox":
         self.limits = checked_limits(resource_limits)
@@ -190,7 +190,7 @@ class ProcessSandbox(Sandbox):
 
     def __init__(self) -> None:
         self._folder: Path | None = None
-        self._limits = Limits()
+        self._limits = RunLimits()
 
     async def create(self, resource_limits: Any = None) -> "Sandbox":
         self._limits = checked_limits(resource_limits)
@@ -302,7 +302,7 @@ def _probed() -> str:
     return "" if probe.returncode == 0 else f"this kernel does not permit it: {probe.stderr.strip()}"
 
 
-def limited(command: list[str], limits: Limits, limit_s: float) -> list[str]:
+def limited(command: list[str], limits: RunLimits, limit_s: float) -> list[str]:
     """A command under the limits of a shell: memory, processor time, files, no core dumps."""
     rules = [f"ulimit -t {max(1, round(limit_s) + 1)}", f"ulimit -n {FILES_MAX}", "ulimit -c 0"]
     rules.append(f"ulimit -f {FILE_BYTES_MAX // 512}")

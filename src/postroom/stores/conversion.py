@@ -57,7 +57,7 @@ class Value(NamedTuple):
     """Whether it is text of which each line is encrypted by itself."""
 
 
-class Table(NamedTuple):
+class TableScan(NamedTuple):
     """How the values of one table are read: the query has the position of the last row and a limit."""
 
     query: str
@@ -95,7 +95,7 @@ class Values:
 
     def __init__(
         self,
-        tables: Sequence[Table],
+        tables: Sequence[TableScan],
         updates: Mapping[str, str],
         store_id: str,
         encryption: Encryption,

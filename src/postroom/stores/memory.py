@@ -125,7 +125,7 @@ class MemoryStore(Store):
         self._mutex = threading.RLock()
 
 
-class Journal:
+class UndoJournal:
     """The data as one transaction changes it, with the steps that undo the changes."""
 
     def __init__(self, data: _Data) -> None:
@@ -187,7 +187,7 @@ class MemoryTransaction(Transaction):
     """Changes the data at once and remembers how to undo the changes."""
 
     def __init__(self, ids: OwnIds, limits: LimitsCache, data: _Data, steady_ns: int, wall_us: int) -> None:
-        self.journal = journal = Journal(data)
+        self.journal = journal = UndoJournal(data)
         parts = Parts(
             MemoryRecords(journal), MemoryEvents(journal), MemoryCells(journal), MemoryLanes(journal)
         )
@@ -201,7 +201,7 @@ class MemoryTransaction(Transaction):
 class MemoryRecords(Records):
     """The records of one transaction."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: UndoJournal) -> None:
         self._journal = journal
         self._data = journal.data
 
@@ -261,7 +261,7 @@ class MemoryRecords(Records):
 class MemoryEvents(Events):
     """The events of the store."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: UndoJournal) -> None:
         self._journal = journal
 
     def take_numbers(self, count: int) -> int:
@@ -288,7 +288,7 @@ class MemoryEvents(Events):
 class MemoryCells(Cells):
     """The cells of the store."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: UndoJournal) -> None:
         self._journal = journal
         self._kinds = journal.data.cells
 
@@ -306,7 +306,7 @@ class MemoryCells(Cells):
 class MemoryLanes(Lanes):
     """The counters and indexes of the store."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: UndoJournal) -> None:
         self._data = journal.data
 
     def pull(self, queue: str, lane: int, limit: int) -> list[Head]:

@@ -22,7 +22,7 @@ import msgspec
 from postroom.core.agents import FINAL_PARTS, AgentRules, OnDead
 from postroom.core.lifecycle.fairness import Rotation
 from postroom.core.lifecycle.retry import Retry
-from postroom.engine.agents.agent_operations import AgentOperations, Answer, Asked
+from postroom.engine.agents.agent_operations import AgentOperations, Asked, NewParts
 from postroom.engine.agents.agent_sweeps import Swept, sweep
 from postroom.engine.agents.parts import Position
 from postroom.engine.message_input import Registry
@@ -31,11 +31,12 @@ from postroom.engine.rules.claims import Claimed, Claims
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.outcomes import Outcome
 from postroom.engine.rules.policy import REQUEST_TYPES, Policy
-from postroom.errors import AgentReplaced, Bounced, StaleLease, Unavailable, UnknownTask
+from postroom.errors import AgentReplaced, Bounced, StaleLease, UnknownTask
 from postroom.stores.memory import MemoryStore
 from postroom.system.manual_clock import ManualClock
 from postroom.testing.events import check_consistency
 from postroom.testing.reports import SeedReport
+from postroom.testing.world import CommitLost
 from postroom.testing.world_checker import Broken
 
 T = TypeVar("T")
@@ -102,10 +103,6 @@ class _Agent(msgspec.Struct):
     @property
     def name(self) -> tuple[str, str]:
         return self.org_id, self.agent_id
-
-
-class _Lost(Unavailable):
-    """The commit of a write fails: nothing of it is kept."""
 
 
 class AgentWorld:
@@ -192,7 +189,7 @@ class AgentWorld:
         def run(transaction: Any) -> T:
             result = work(AgentOperations(transaction, self._policy))
             if fails:
-                raise _Lost("the commit failed")
+                raise CommitLost("the commit failed")
             return result
 
         return self._store.write(run)
@@ -315,7 +312,7 @@ class AgentWorld:
         except AgentReplaced:
             self._end(agent)
             return
-        except _Lost:
+        except CommitLost:
             return
         self._requests[message_id] = _Request(agent.name)
         agent.reading[message_id] = _Reading()
@@ -354,7 +351,7 @@ class AgentWorld:
             else:
                 self._show(agent, one.message_id, answer)
 
-    def _show(self, agent: _Agent, message_id: str, answer: Answer) -> None:
+    def _show(self, agent: _Agent, message_id: str, answer: NewParts) -> None:
         reading = agent.reading[message_id]
         for position, part in answer.parts:
             self._judge(message_id, reading, part)
@@ -407,7 +404,7 @@ class AgentWorld:
         except AgentReplaced:
             self._end(agent)
             return
-        except _Lost:
+        except CommitLost:
             return
         agent.acknowledging.clear()
         for message_id in closed:

@@ -114,7 +114,7 @@ class Report(SeedReport, frozen=True, kw_only=True):
         return f"{super().command} --store {self.store}"
 
 
-class _Lost(Unavailable):
+class CommitLost(Unavailable):
     """The commit of a write fails: nothing of it is kept."""
 
 
@@ -291,7 +291,7 @@ class World:
         fails = self._chance(0.05)
         try:
             answers = self._write(lambda operations: _then(operations.submit(prepared), fails=fails))
-        except (Overloaded, GuardTripped, _Lost) as error:
+        except (Overloaded, GuardTripped, CommitLost) as error:
             self._note("submit refused:", type(error).__name__, *message_ids)
             self.checker.refused(message_ids)
             return
@@ -498,7 +498,7 @@ class World:
         if self._chance(0.05):
             try:
                 self._write(lambda operations: _then(operations.finish(outcomes), fails=True))
-            except _Lost:
+            except CommitLost:
                 self._note("the commit of outcomes failed")
         stale = self._write(lambda operations: operations.finish(outcomes))
         self._sent_outcomes += outcomes
@@ -943,7 +943,7 @@ def _holds_for(org_id: str, name: str, service: Service | None) -> bool:
 
 def _then(result: T, *, fails: bool) -> T:
     if fails:
-        raise _Lost("the commit failed")
+        raise CommitLost("the commit failed")
     return result
 
 

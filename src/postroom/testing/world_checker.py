@@ -65,7 +65,7 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
     expires_ns: int = 0
 
 
-class Grant(msgspec.Struct):
+class HeldLease(msgspec.Struct):
     """A lease as its holder knows it."""
 
     lease: int
@@ -77,7 +77,7 @@ class Grant(msgspec.Struct):
 class _Life(msgspec.Struct):
     sent: Sent
     position: int
-    grant: Grant | None = None
+    grant: HeldLease | None = None
     own_deaths: int = 0
     is_marked: bool = False
     """Whether a worker died with it, or its lease lapsed, and no attempt came to its end since."""
@@ -163,7 +163,7 @@ class Checker:
         if 0 < life.sent.expires_ns <= now_ns and not life.is_replayed:
             self.report("expired", message_id, "it was delivered after its expiry")
         self._check_blame(life, alone=alone)
-        life.grant = Grant(lease, until_ns)
+        life.grant = HeldLease(lease, until_ns)
         self._check_order(life, now_ns)
 
     def _check_blame(self, life: _Life, *, alone: bool) -> None:

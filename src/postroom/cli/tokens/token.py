@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from postroom.calls.fields import Role
     from postroom.calls.tokens import CreateToken, MadeTokenAnswer, TokenLine
     from postroom.client.calls import HttpClient
-    from postroom.server.access.tokens import NewToken, Permissions, RegisteredToken, Tokens
+    from postroom.server.access.tokens import NewToken, Permissions, RegisteredToken, TokenRegistry
 
 where_options = together(
     path_option("--data", metavar="DIR", text=f"The data folder of the tokens.  {DATA_DEFAULT}", kind=FOLDER),
@@ -266,11 +266,11 @@ class TokenFolder:
     def rotate(self, token_id: str, overlap_s: float) -> "NewToken":
         return self._existing().rotate(token_id, overlap_s)
 
-    def _existing(self) -> "Tokens":
-        from postroom.server.access.tokens import Tokens
+    def _existing(self) -> "TokenRegistry":
+        from postroom.server.access.tokens import TokenRegistry
         from postroom.server.folder.layout import checked_data_folder
 
-        return Tokens(checked_data_folder(self._data))
+        return TokenRegistry(checked_data_folder(self._data))
 
 
 class TokenServer:

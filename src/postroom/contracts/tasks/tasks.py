@@ -105,7 +105,7 @@ class Retention(msgspec.Struct, frozen=True):
     keys_s: float = KEEP_KEYS_S
 
 
-class Purge:
+class TaskPurge:
     """Removes what has passed its retention from one store."""
 
     def __init__(self, store: Store, retention: Retention) -> None:
@@ -184,7 +184,7 @@ class Tasks(Closing):
         self.on_notable: Callable[[Sequence[Event]], None] | None = None
         """Called after each commit with its notable events: lapses, retries, dead letters, duplicates."""
         store.add_commit_listener(self._committed)
-        self._purge = Purge(store, Retention() if retention is None else retention)
+        self._purge = TaskPurge(store, Retention() if retention is None else retention)
         self._backlog = Backlog(store)
 
     @classmethod

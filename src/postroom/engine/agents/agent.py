@@ -23,7 +23,7 @@ from postroom.engine.agents.parts import Position
 from postroom.engine.core import EngineCore
 from postroom.engine.message_input import Prepared
 from postroom.engine.messages import result_of
-from postroom.engine.rules.cells import SEPARATOR, Letter, Part, joined
+from postroom.engine.rules.cells import SEPARATOR, AgentLetter, Part, joined
 from postroom.engine.rules.operations import Operations
 from postroom.errors import (
     Bounced,
@@ -190,7 +190,7 @@ class Inbox:
         """The next messages. Their senders get the receipt `fetched`."""
         agent, after = self._agent, self._after
 
-        def read(agents: AgentOperations) -> list[tuple[str, Letter]]:
+        def read(agents: AgentOperations) -> list[tuple[str, AgentLetter]]:
             agents.held(agent.org_id, agent.agent_id, agent.session)
             return agents.letters(agent.org_id, agent.agent_id, after, read_value)
 

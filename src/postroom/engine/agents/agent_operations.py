@@ -35,8 +35,8 @@ from postroom.engine.rules.cells import (
     REQUESTS,
     SEPARATOR,
     AgentEntry,
+    AgentLetter,
     CoordinatorInfo,
-    Letter,
     OpenRequest,
     Part,
     WantedProgram,
@@ -98,7 +98,7 @@ class Asked(msgspec.Struct, frozen=True):
     position: Position
 
 
-class Answer(msgspec.Struct, frozen=True):
+class NewParts(msgspec.Struct, frozen=True):
     """The new parts of the answer to one request."""
 
     parts: list[tuple[Position, Part]] = []
@@ -281,7 +281,7 @@ class AgentOperations:
         found = REQUESTS.under(self.transaction, org_id, agent_id, limit=OPEN_REQUESTS_MAX)
         return [key.rpartition(SEPARATOR)[2] for key, _ in found]
 
-    def answers(self, asked: Iterable[Asked]) -> list[Answer]:
+    def answers(self, asked: Iterable[Asked]) -> list[NewParts]:
         """The new parts of the answer to each request."""
         operations = Operations(self.transaction, self.policy)
         held: dict[tuple[str, str], int] = {}
@@ -292,11 +292,11 @@ class AgentOperations:
                 entry = AGENTS.get(self.transaction, *agent)
                 held[agent] = 0 if entry is None else entry.session
             found.append(
-                self._answer(operations, one) if held[agent] == one.session else Answer(is_replaced=True)
+                self._answer(operations, one) if held[agent] == one.session else NewParts(is_replaced=True)
             )
         return found
 
-    def _answer(self, operations: Operations, asked: Asked) -> Answer:
+    def _answer(self, operations: Operations, asked: Asked) -> NewParts:
         message_id = asked.message_id
         try:
             parts, is_complete = read_on(operations, message_id, asked.position)
@@ -304,8 +304,8 @@ class AgentOperations:
             end = replace(asked.position, is_end=True)
             parts, is_complete = [(end, _gone(message_id, self.transaction.wall_us))], True
         if is_complete and REQUESTS.get(self.transaction, asked.org_id, asked.agent_id, message_id) is None:
-            return Answer(is_closed=True)
-        return Answer(parts, is_complete)
+            return NewParts(is_closed=True)
+        return NewParts(parts, is_complete)
 
     def acknowledge(self, org_id: str, agent_id: str, session: int, message_ids: Iterable[str]) -> list[str]:
         """Close requests whose agent has the last part. Returns the ids that were still open."""
@@ -343,11 +343,11 @@ class AgentOperations:
     def deliver(self, org_id: str, agent_id: str, sender: str, message_id: str, body: Any) -> None:
         """Put a message into an inbox, once."""
         if not self.receipts(message_id):
-            letter = Letter(message_id, sender, body, self.transaction.wall_us)
+            letter = AgentLetter(message_id, sender, body, self.transaction.wall_us)
             self.put_letter(org_id, agent_id, letter)
             self._receive(org_id, agent_id, letter, "stored")
 
-    def put_letter(self, org_id: str, agent_id: str, letter: Letter) -> None:
+    def put_letter(self, org_id: str, agent_id: str, letter: AgentLetter) -> None:
         """Add a message to the end of an inbox."""
         INBOXES.put(self.transaction, self._letter_count(org_id, agent_id) + 1, org_id, agent_id)
         key, body = joined(org_id, agent_id, self.next_number()), msgspec.Raw(_encode(letter.body))
@@ -356,7 +356,7 @@ class AgentOperations:
             letter = replace(letter, body=None, is_apart=True)
         LETTERS.put(self.transaction, letter, key)
 
-    def drop_letter(self, key: str, letter: Letter) -> None:
+    def drop_letter(self, key: str, letter: AgentLetter) -> None:
         """Remove a message from its inbox."""
         LETTERS.put(self.transaction, None, key)
         if letter.is_apart:
@@ -379,14 +379,14 @@ class AgentOperations:
         except Bounced:
             return
         body = msgspec.to_builtins(part)
-        letter = Letter(part.request_id, "", body, self.transaction.wall_us, is_notice=True)
+        letter = AgentLetter(part.request_id, "", body, self.transaction.wall_us, is_notice=True)
         self.put_letter(org_id, agent_id, letter)
 
     def receipts(self, message_id: str) -> dict[Receipt, int]:
         """What the recipient of a message has done with it, each with its time."""
         return RECEIPTS.get(self.transaction, message_id) or {}
 
-    def _receive(self, org_id: str, recipient: str, letter: Letter, receipt: Receipt) -> None:
+    def _receive(self, org_id: str, recipient: str, letter: AgentLetter, receipt: Receipt) -> None:
         """Note a receipt, once."""
         known = self.receipts(letter.message_id)
         if receipt in known or letter.is_bounce or letter.is_notice:
@@ -406,9 +406,9 @@ class AgentOperations:
 
     def letters(
         self, org_id: str, agent_id: str, after: str = "", read_value: ReadValue = decoded_value
-    ) -> list[tuple[str, Letter]]:
+    ) -> list[tuple[str, AgentLetter]]:
         """Messages in an inbox behind a key, each with its key. `read_value` reads their long bodies."""
-        found: list[tuple[str, Letter]] = []
+        found: list[tuple[str, AgentLetter]] = []
         left = LETTERS_BYTES_A_READ_MAX
         for key, letter in LETTERS.under(
             self.transaction, org_id, agent_id, limit=LETTERS_A_READ_MAX, after=after, bytes_max=left

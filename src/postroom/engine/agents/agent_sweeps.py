@@ -27,8 +27,8 @@ from postroom.engine.rules.cells import (
     REQUESTS,
     SEPARATOR,
     AgentEntry,
+    AgentLetter,
     Bounce,
-    Letter,
     Part,
 )
 from postroom.engine.rules.operations import PARTS_MAX, Operations
@@ -139,7 +139,9 @@ def bounce(agents: AgentOperations, org_id: str, agent_id: str, message_id: str,
     if stored is not None and creator is not None:
         answer = msgspec.to_builtins(_whole_answer(agents, stored))
         if creator.type == "agent" and is_name(creator.id):
-            letter = Letter(message_id, agent_id, answer, transaction.wall_us, is_bounce=True, reason=reason)
+            letter = AgentLetter(
+                message_id, agent_id, answer, transaction.wall_us, is_bounce=True, reason=reason
+            )
             agents.put_letter(org_id, creator.id, letter)
         else:
             kept = Bounce(message_id, agent_id, creator.type, creator.id, answer, reason, transaction.wall_us)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 from msgspec.structs import replace
 
 from postroom.engine.agents.agent import PARTS_WAITING_MAX, Agent, Reader
-from postroom.engine.agents.agent_operations import LEASE_S, AgentInfo, AgentOperations, Answer, Asked
+from postroom.engine.agents.agent_operations import LEASE_S, AgentInfo, AgentOperations, Asked, NewParts
 from postroom.engine.agents.agent_sweeps import Swept, sweep
 from postroom.engine.rules.cells import AgentEntry
 from postroom.errors import AgentReplaced, Bounced, CoordinatorStopped, PostroomError, Unavailable
@@ -254,7 +254,7 @@ class Coordinator:
             if reader in self._readers:
                 self._give(reader, answer)
 
-    def _give(self, reader: Reader, answer: Answer) -> None:
+    def _give(self, reader: Reader, answer: NewParts) -> None:
         if answer.is_replaced:
             self._fail(reader, AgentReplaced(reader.agent.agent_id))
         elif answer.is_closed:
@@ -323,5 +323,5 @@ def _swept(after: Swept, agents: AgentOperations) -> Swept:
     return sweep(agents, after)
 
 
-def _answers(asked: list[Asked], agents: AgentOperations) -> list[Answer]:
+def _answers(asked: list[Asked], agents: AgentOperations) -> list[NewParts]:
     return agents.answers(asked)

@@ -128,7 +128,7 @@ class Pressure(msgspec.Struct, frozen=True, omit_defaults=True):
     throttle: Throttle = Throttle()
 
 
-class Pause(msgspec.Struct, frozen=True):
+class PauseInfo(msgspec.Struct, frozen=True):
     """A pause, and since when."""
 
     since_us: int
@@ -244,7 +244,7 @@ class OpenRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     timeout_s: float | None = None
 
 
-class Letter(msgspec.Struct, frozen=True, omit_defaults=True):
+class AgentLetter(msgspec.Struct, frozen=True, omit_defaults=True):
     """A message in the inbox of an agent."""
 
     message_id: str
@@ -306,7 +306,7 @@ KEY_ENDS: Final = Kind("engine.key_end", bool)
 CIRCUITS: Final = Kind("engine.breaker", Circuit)
 """Breakers: organization, service -> circuit. An empty organization stands for all of them."""
 PRESSURES: Final = Kind("engine.pressure", Pressure)
-PAUSES: Final = Kind("engine.pause", Pause)
+PAUSES: Final = Kind("engine.pause", PauseInfo)
 PARKED: Final = Kind("engine.parked", str)
 """Messages of a paused type: type, organization, number -> message id."""
 LINES: Final = Kind("engine.line", KeyEntry)
@@ -325,7 +325,7 @@ AGENT_COUNTS: Final = Kind("engine.agents", int)
 """Organization -> its agents that are not dead."""
 REQUESTS: Final = Kind("engine.request", OpenRequest)
 """Organization, agent, message id -> a request whose answer was not handed over."""
-LETTERS: Final = Kind("engine.letter", Letter)
+LETTERS: Final = Kind("engine.letter", AgentLetter)
 """Organization, agent, number -> a message in its inbox."""
 LETTER_BODIES: Final = Kind("engine.letter_body", msgspec.Raw)
 """The key of a message in `LETTERS` -> its long body. What counts and lists messages does not read it."""

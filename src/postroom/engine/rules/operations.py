@@ -32,7 +32,7 @@ from postroom.engine.rules.cells import (
     WORKERS,
     Effect,
     Part,
-    Pause,
+    PauseInfo,
     UsedKey,
     WorkerInfo,
     joined,
@@ -334,7 +334,7 @@ class Operations:
 
     def pause(self, org_id: str, type_name: str, *, kill: bool = False) -> None:
         """Stop deliveries of an organization, of a type, of both together, or all of them."""
-        PAUSES.put(self.transaction, Pause(self.transaction.wall_us, kill), org_id, type_name)
+        PAUSES.put(self.transaction, PauseInfo(self.transaction.wall_us, kill), org_id, type_name)
         self.transaction.emit("alert", error_type="Paused", error=_scope(org_id, type_name))
 
     def resume(self, org_id: str, type_name: str) -> None:

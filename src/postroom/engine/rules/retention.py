@@ -45,7 +45,7 @@ TURN_S: Final = 60.0
 QUIET_NS: Final = 3_600 * NANOS_PER_S  # after which an unused breaker, rate limit or worker is forgotten
 
 
-class Commits(Protocol):
+class Committer(Protocol):
     """What a purge needs of an engine."""
 
     policy: Policy
@@ -57,10 +57,10 @@ class Commits(Protocol):
         """Run `work` and commit it."""
 
 
-class Purge:
+class EnginePurge:
     """Forgets what has passed its retention in one store."""
 
-    def __init__(self, commits: Commits) -> None:
+    def __init__(self, commits: Committer) -> None:
         self._commits = commits
         self._name = os.urandom(8).hex()
         self._purged_to: dict[str, str] = {}

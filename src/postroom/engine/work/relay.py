@@ -39,14 +39,14 @@ class Failure(msgspec.Struct, frozen=True):
     facts: dict[str, Any] = {}
 
 
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+class CallResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a call returned, or its error."""
 
     value: Any = None
     failure: Failure | None = None
 
 
-_decode_answer = msgspec.msgpack.Decoder(Answer).decode
+_decode_answer = msgspec.msgpack.Decoder(CallResult).decode
 
 
 # ---- in the process of the handler -----------------------------------------------------------------
@@ -168,14 +168,14 @@ async def serve(connection: socket.socket, calls: Calls) -> None:
         writer.close()
 
 
-async def _answered(calls: Calls, verb: str, arguments: list[Any]) -> Answer:
+async def _answered(calls: Calls, verb: str, arguments: list[Any]) -> CallResult:
     try:
-        return Answer(await _carried_out(calls, verb, arguments))
+        return CallResult(await _carried_out(calls, verb, arguments))
     except Exception as error:  # noqa: BLE001 - the handler gets it
         facts = {
             name: value for name, value in vars(error).items() if isinstance(value, str | int | float | list)
         }
-        return Answer(failure=Failure(type(error).__name__, str(error), facts))
+        return CallResult(failure=Failure(type(error).__name__, str(error), facts))
 
 
 async def _carried_out(calls: Calls, verb: str, arguments: list[Any]) -> Any:

@@ -44,7 +44,7 @@ _SYSTEM: Final = (
 )
 
 
-class _Answer(msgspec.Struct):
+class _ModelAnswer(msgspec.Struct):
     """What the model is asked to write."""
 
     choice: str
@@ -213,7 +213,7 @@ def _advice(data: bytes, question: Question) -> Advice:
     if refusal or not isinstance(content, str):
         raise _NoAdviceError("the model refused to answer")
     try:
-        answer = msgspec.json.decode(content.encode(), type=_Answer)
+        answer = msgspec.json.decode(content.encode(), type=_ModelAnswer)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         raise _NoAdviceError("the answer of the model is no JSON object with a choice") from None
     found = Advice(answer.choice, answer.confidence, answer.reasoning[:REASONING_CHARS_MAX], answer.arguments)

@@ -101,7 +101,7 @@ async def prompt_additions(commits: Commits, message: Message) -> list[str]:
     )
 
 
-class Pattern(TypedDict):
+class DeadLetterPattern(TypedDict):
     """Dead letters of one type and error."""
 
     type: str
@@ -111,7 +111,7 @@ class Pattern(TypedDict):
     is_poison: bool
 
 
-class AdvisedPattern(Pattern):
+class AdvisedPattern(DeadLetterPattern):
     """What the adviser says about dead letters of one type and error."""
 
     advice: str
@@ -133,7 +133,7 @@ class AdvisedDeadLetters(DeadLetters):
         found = []
         for (kind, error_type), alike in _groups(await self.list(**filters))[:PATTERNS_MAX]:
             last = alike[-1].error_history[-1:]
-            pattern = Pattern(
+            pattern = DeadLetterPattern(
                 type=kind,
                 error_type=error_type,
                 error=last[0]["error"] if last else "",

@@ -349,7 +349,7 @@ class EventsStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
 # ---- a sink ------------------------------------------------------------------------------------------
 
 
-class Submitted(WriterCommitMessage):
+class SubmittedCounts(WriterCommitMessage):
     """What a Spark task has submitted."""
 
     def __init__(self, new: int, known: int) -> None:
@@ -378,11 +378,11 @@ class MessagesWriter(DataSourceWriter):
         self._replay_id = replay_id
         self._columns = [name for name in ReplayMessage._fields if name in schema.names]
 
-    def write(self, iterator: Iterator[Row]) -> Submitted:
+    def write(self, iterator: Iterator[Row]) -> SubmittedCounts:
         messages = (ReplayMessage(**{name: row[name] or "" for name in self._columns}) for row in iterator)
         with Submitter(self._url, self._replay_id) as submitter:
             submitter.submit(messages)
-            return Submitted(submitter.new, submitter.known)
+            return SubmittedCounts(submitter.new, submitter.known)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Nothing to do: each Spark task has committed its own messages."""

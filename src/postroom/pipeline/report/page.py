@@ -57,7 +57,7 @@ _SECTIONS: Final = (
 )
 
 
-class Table(NamedTuple):
+class DataTable(NamedTuple):
     """A table, collapsed by default."""
 
     columns: Sequence[str]
@@ -94,7 +94,7 @@ class Sheet(NamedTuple):
     plot: Markup | None = None
     legend: Sequence[tuple[str, str]] = ()
     """CSS classes and what they mean."""
-    table: Table | None = None
+    table: DataTable | None = None
     ranking: Ranking | None = None
     style: str = ""
 
@@ -126,10 +126,10 @@ def over_time(parts: dict[str, Times], colours: Sequence[int] = CALM) -> list[Se
     ]
 
 
-def time_table(series: Sequence[Series], step_us: int) -> Table:
+def time_table(series: Sequence[Series], step_us: int) -> DataTable:
     times = sorted({at for one in series for at in one.values})
     rows = [[moment(at, step_us), *(f"{one.values.get(at, 0):,.0f}" for one in series)] for at in times]
-    return Table(["from", *(one.name for one in series)], rows)
+    return DataTable(["from", *(one.name for one in series)], rows)
 
 
 # ---- the page ----------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def _latency(facts: ReportFacts, priority: int) -> Sheet:
         ]
         for at, one in sorted(times.items())
     ]
-    table = Table(["from", "messages", "p50", "p95", "p99"], rows)
+    table = DataTable(["from", "messages", "p50", "p95", "p99"], rows)
     return Sheet(f"P{priority}: {said}", plot, legend(series), table)
 
 
@@ -293,7 +293,7 @@ def _sla(facts: ReportFacts) -> Targets | None:
         Sheet(
             f"A cell is {column_width(facts)}: the redder, the more were late",
             strip,
-            table=Table(("from", "messages", "in time", "share"), rows),
+            table=DataTable(("from", "messages", "in time", "share"), rows),
             style="gap",
         ),
     )
@@ -349,7 +349,7 @@ def _depth(facts: ReportFacts) -> list[Sheet]:
     plot = plots.stacked(series, title="Queue depth", said=said, words=count, over=_period(facts))
     rows = [[moment(at, facts.step_us), f"{n:,}"] for at, n in sorted(facts.depth.items())]
     sheets = [
-        Sheet(said, plot, table=Table(("from", "waiting"), rows)),
+        Sheet(said, plot, table=DataTable(("from", "waiting"), rows)),
         Sheet("The busiest queues", ranking=_queues(facts.queues), style="gap"),
     ]
     if facts.decision_queue is not None:
@@ -381,8 +381,8 @@ def _errors(facts: ReportFacts) -> Sheet | None:
 class Suspects(NamedTuple):
     """The poison suspects that are shown, and those in a collapsed table."""
 
-    first: Table
-    rest: Table
+    first: DataTable
+    rest: DataTable
 
 
 def _suspects(suspects: list[Suspect]) -> Suspects | None:
@@ -400,8 +400,8 @@ def _suspects(suspects: list[Suspect]) -> Suspects | None:
         ]
         for one in suspects
     ]
-    rest = Table(columns, rows[SUSPECTS_SHOWN:], "Further ones")
-    return Suspects(Table(columns, rows[:SUSPECTS_SHOWN]), rest)
+    rest = DataTable(columns, rows[SUSPECTS_SHOWN:], "Further ones")
+    return Suspects(DataTable(columns, rows[:SUSPECTS_SHOWN]), rest)
 
 
 _MASK: Final = re.compile(r"(<[a-z*]+>)")
@@ -490,7 +490,7 @@ def _traffic(facts: ReportFacts) -> Sheet | None:
         for pair in facts.traffic
     ]
     plot = plots.matrix(senders, recipients, cells, title="Traffic", said=said)
-    return Sheet(said, plot, table=Table(("from → to", "messages", "dead letters"), rows))
+    return Sheet(said, plot, table=DataTable(("from → to", "messages", "dead letters"), rows))
 
 
 def _largest(parts: Iterable[tuple[str, int]]) -> list[str]:
@@ -517,7 +517,7 @@ class GoalView(NamedTuple):
     goal: GoalProfile
     text: str
     plot: Markup
-    table: Table
+    table: DataTable
 
 
 def _goals(facts: ReportFacts) -> list[GoalView]:
@@ -537,4 +537,4 @@ def _goal(goal: GoalProfile, colours: dict[str, int], step_us: int) -> GoalView:
     rows = [
         [" ; ".join(path), duration(us)] for path, us in sorted(goal.profile.stacks, key=lambda one: -one[1])
     ]
-    return GoalView(goal, text, flame_graph(goal.profile, text, colours), Table(("stack", "time"), rows))
+    return GoalView(goal, text, flame_graph(goal.profile, text, colours), DataTable(("stack", "time"), rows))

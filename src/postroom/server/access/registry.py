@@ -26,7 +26,7 @@ from postroom.server.access.tokens import (
     TOKENS_MAX,
     Permissions,
     RegisteredToken,
-    Tokens,
+    TokenRegistry,
     digest_of,
     new_token,
 )
@@ -111,7 +111,7 @@ class Agents:
 
     def __init__(self, data: Path) -> None:
         self.data = data
-        self.tokens = Tokens(data)
+        self.tokens = TokenRegistry(data)
         """Further tokens, which can expire and be rotated."""
         self._file = RegistryFile(data / FILE_NAME, "agents", RegisteredAgent)
         self._known = _Index((0, 0, 0), {}, {}, {})

@@ -40,7 +40,7 @@ class Content(Generic[E]):
     """By name: the organization that owns it, for as long as the file exists. Most files have none."""
 
 
-class Found(NamedTuple, Generic[E]):
+class FileContents(NamedTuple, Generic[E]):
     """What the file held when it was read."""
 
     version: tuple[int, int, int]
@@ -64,7 +64,7 @@ class RegistryFile(Generic[E]):
             msgspec.defstruct("Registry", fields, forbid_unknown_fields=True)
         )
         self._checked = -CHECK_EVERY_S
-        self._found: Found[E] = Found(NO_FILE, (), {})
+        self._found: FileContents[E] = FileContents(NO_FILE, (), {})
 
     @property
     def version(self) -> tuple[int, int, int]:
@@ -80,20 +80,20 @@ class RegistryFile(Generic[E]):
         """The entries. A file that was changed by another process is read again."""
         return self.read_all().entries
 
-    def read_all(self) -> Found[E]:
+    def read_all(self) -> FileContents[E]:
         """The entries as `read`, the owners of names, and the version that has them."""
         self._checked = time.monotonic()
         try:
             stat = self._path.stat()
         except FileNotFoundError:
-            found: Found[E] = Found(NO_FILE, (), {})
+            found: FileContents[E] = FileContents(NO_FILE, (), {})
             self._found = found
             return found
         except OSError as error:
             raise StoreDamaged(f"{self._path} cannot be read: {error.strerror}") from error
         version, found = (stat.st_ino, stat.st_mtime_ns, stat.st_size), self._found
         if version != found.version:
-            self._found = found = Found(version, *self._load())
+            self._found = found = FileContents(version, *self._load())
         return found
 
     def current_version(self) -> tuple[int, int, int]:

@@ -145,7 +145,7 @@ class _TokenIndex(NamedTuple):
     """By agent: the organizations with tokens that claim its tasks."""
 
 
-class Tokens:
+class TokenRegistry:
     """The tokens of a data folder. A file changed by another process is read again."""
 
     def __init__(self, data: Path) -> None:

@@ -24,7 +24,7 @@ EVENTS_A_READ = 1_000
 DECISIONS_A_COMMIT = 50
 
 
-class Position(msgspec.Struct, frozen=True):
+class EventPosition(msgspec.Struct, frozen=True):
     """The last event that was read. Its facts show whether the store is still the same one."""
 
     seq: int = 0
@@ -38,7 +38,7 @@ class ResultFollower:
     def __init__(self, tasks: Tasks, folder: Path, log: Callable[..., None]) -> None:
         self._tasks = tasks
         self._path = folder / POSITION_FILE
-        self._position: Position | None = None
+        self._position: EventPosition | None = None
         self._log = log
         self.ready: dict[str, None] = {}
         """Queues in which decisions were ready since the first read. Who finds none removes the queue."""
@@ -76,7 +76,7 @@ class ResultFollower:
             elif outcome is not None:
                 self._log("decision_opened", task_id=task_id, decision=outcome)
 
-    def _load(self) -> Position:
+    def _load(self) -> EventPosition:
         """The saved position, if the store still has its event; else the beginning.
 
         Every queue of decisions counts as ready: what was enqueued before is not read again.
@@ -84,17 +84,17 @@ class ResultFollower:
         queues = self._tasks.store.read(lambda transaction: transaction.lanes.queues())
         self.ready.update(dict.fromkeys(filter(holds_decisions, queues)))
         try:
-            position = msgspec.json.decode(read_file(self._path), type=Position)
+            position = msgspec.json.decode(read_file(self._path), type=EventPosition)
         except (OSError, msgspec.MsgspecError, ValueError):
-            return Position()
+            return EventPosition()
         at = self._tasks.events(after=position.seq - 1, limit=1) if position.seq > 0 else []
         if not at or (at[0].seq == position.seq and _position_of(at[0]) != position):
-            return Position()
+            return EventPosition()
         return position
 
 
-def _position_of(event: Event) -> Position:
-    return Position(event.seq, event.ts_us, event.message_id)
+def _position_of(event: Event) -> EventPosition:
+    return EventPosition(event.seq, event.ts_us, event.message_id)
 
 
 class AgentNudges:

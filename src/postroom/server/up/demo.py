@@ -27,7 +27,7 @@ from postroom.client.mail import Mail
 from postroom.engine import Breaker, Policy
 from postroom.errors import PostroomError, ValidationError
 from postroom.goals.engine import Engine
-from postroom.server.access.tokens import Permissions, Tokens
+from postroom.server.access.tokens import Permissions, TokenRegistry
 from postroom.system.log import library_log
 from postroom.system.parent import stop_with_stdin
 
@@ -83,7 +83,7 @@ class Demo:
     def __init__(self, url: str, nats: str, data: Path, store: str) -> None:
         self._url, self._nats = url, nats
         self._store = store
-        self._tokens = Tokens(data)
+        self._tokens = TokenRegistry(data)
         self._stopping = threading.Event()
         self._random = random.Random()  # noqa: S311 - nothing depends on it
         self._submitted = 0

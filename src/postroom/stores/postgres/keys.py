@@ -16,7 +16,7 @@ from postroom.stores.codec import PLAIN_CELLS, cell_place
 from postroom.stores.conversion import (
     PROGRESS_FACT,
     Progress,
-    Table,
+    TableScan,
     Value,
     Values,
     event_values,
@@ -167,9 +167,9 @@ def _cell_values(row: Sequence[Any], store_id: str) -> Iterator[Value]:
 def postgres_values(queries: Mapping[str, str], store_id: str, encryption: Encryption) -> Values:
     """The values of a store."""
     tables = (
-        Table(queries["values_of_records"], (0,), 1, record_values),
-        Table(queries["values_of_events"], (0,), 1, event_values),
-        Table(queries["values_of_cells"], ("", ""), 2, _cell_values),
+        TableScan(queries["values_of_records"], (0,), 1, record_values),
+        TableScan(queries["values_of_events"], (0,), 1, event_values),
+        TableScan(queries["values_of_cells"], ("", ""), 2, _cell_values),
     )
     updates = {name: queries[f"set_{name}"] for name in ("payload", "result", "trail", "batch")}
     return Values(tables, {**updates, "set_cell": queries["set_cell"]}, store_id, encryption)

@@ -12,7 +12,7 @@ from postroom.stores.base import Head
 from postroom.stores.event_runs import EVENTS_PER_NEW, NewRun, Part, traits
 from postroom.stores.postgres.known import PostgresKnown
 from postroom.stores.postgres.rows import from_sql, to_sql
-from postroom.stores.postgres.trips import Answer, Connection, Statement
+from postroom.stores.postgres.trips import Connection, Statement, StatementResult
 
 NUMBERS_AT_ONCE = 16  # taken with the first number of a transaction
 ALIKE_ROWS_MAX = 1_000  # new records in one statement
@@ -84,7 +84,7 @@ class PostgresLedger:
         """The rows of several queries, in one trip."""
         return [answer.rows for answer in self.trip([], asked)] if asked else []
 
-    def trip(self, unsent: list[Statement], asked: Sequence[tuple[str, Any]]) -> list[Answer]:
+    def trip(self, unsent: list[Statement], asked: Sequence[tuple[str, Any]]) -> list[StatementResult]:
         """Send statements and named queries in one trip, and return the answers of the queries."""
         statements = [*unsent, *((self.queries[name], values) for name, values in asked)]
         return self.connection.trip(statements)[len(unsent) :]

@@ -39,7 +39,7 @@ class _Parsed(NamedTuple):
     """The names of its parameters; empty when they have none."""
 
 
-class Answer(NamedTuple):
+class StatementResult(NamedTuple):
     """The outcome of one statement."""
 
     rows: list[Any]
@@ -90,7 +90,7 @@ class Connection(psycopg.Connection[Any]):
         finally:
             self.waits_since = 0.0
 
-    def trip(self, statements: Sequence[Statement]) -> list[Answer]:
+    def trip(self, statements: Sequence[Statement]) -> list[StatementResult]:
         """Run statements in one trip, and return their outcomes."""
         ready = [(text, *_bound(text, values)) for text, values in statements]
         pgconn, new = self.pgconn, dict[str, bytes]()
@@ -116,12 +116,12 @@ class Connection(psycopg.Connection[Any]):
         self._prepared_names.update(new)
         return [self._answer(result) for result, own in zip(results, is_own, strict=True) if own]
 
-    def _answer(self, result: Any) -> Answer:
+    def _answer(self, result: Any) -> StatementResult:
         if not result.nfields:
-            return Answer([], result.command_tuples or 0)
+            return StatementResult([], result.command_tuples or 0)
         transformer = Transformer(self)
         transformer.set_pgresult(result)
-        return Answer(transformer.load_rows(0, result.ntuples, tuple), result.ntuples)
+        return StatementResult(transformer.load_rows(0, result.ntuples, tuple), result.ntuples)
 
 
 def _results(pgconn: Any) -> Generator[Any, Any, list[Any]]:

@@ -57,7 +57,7 @@ NEEDS_LEDGER = (b'"idempotency_key":', b'"ordering_key":', b'"payload_ref":', b'
 """One of these is in the payload of every message with a key, an order or an external body."""
 
 
-class Context(Protocol):
+class TransactionContext(Protocol):
     """What a transaction needs of its store."""
 
     homes: dict[str, str]
@@ -76,7 +76,7 @@ class Context(Protocol):
 class RabbitLanes(Lanes):
     """The lanes of one transaction: what the broker delivered, and what is to be published."""
 
-    def __init__(self, inner: Transaction, context: Context, *, is_reading: bool) -> None:
+    def __init__(self, inner: Transaction, context: TransactionContext, *, is_reading: bool) -> None:
         self._inner = inner
         self._context = context
         self._deliveries = context.deliveries
@@ -365,7 +365,7 @@ class RabbitTransaction(Transaction):
 
     lanes: RabbitLanes
 
-    def __init__(self, inner: Transaction, context: Context, *, is_reading: bool = False) -> None:
+    def __init__(self, inner: Transaction, context: TransactionContext, *, is_reading: bool = False) -> None:
         self._inner = inner
         self._context = context
         lanes = RabbitLanes(inner, context, is_reading=is_reading)

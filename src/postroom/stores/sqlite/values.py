@@ -15,7 +15,7 @@ from itertools import repeat
 from typing import Any
 
 from postroom.stores.codec import batch_place, cell_place, record_place
-from postroom.stores.conversion import Table, Values, cell_values, event_values, record_values
+from postroom.stores.conversion import TableScan, Values, cell_values, event_values, record_values
 from postroom.stores.sqlite.sql.queries import Reading
 from postroom.system.crypto.encryption import Encryption
 
@@ -26,10 +26,10 @@ _EVENTS = "SELECT seq, CAST(batch AS BLOB) FROM events WHERE seq > ? ORDER BY se
 _CELLS = "SELECT kind, key, value FROM cells WHERE (kind, key) > (?, ?) ORDER BY kind, key LIMIT ?"
 
 _TABLES = (
-    Table(_RECORDS, (0,), 1, record_values),
-    Table(_EVENTS, (0,), 1, event_values),
-    Table(_CELLS, ("", ""), 2, cell_values("cell")),
-    Table(_CELLS.replace("cells", "chunks"), ("", ""), 2, cell_values("chunk")),
+    TableScan(_RECORDS, (0,), 1, record_values),
+    TableScan(_EVENTS, (0,), 1, event_values),
+    TableScan(_CELLS, ("", ""), 2, cell_values("cell")),
+    TableScan(_CELLS.replace("cells", "chunks"), ("", ""), 2, cell_values("chunk")),
 )
 _UPDATES = {
     "payload": "UPDATE records SET payload = ?, payload_crc = NULL WHERE seq = ?",
