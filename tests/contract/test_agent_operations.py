@@ -15,8 +15,10 @@ from postroom import (
     Policy,
     StaleLease,
 )
-from postroom.engine.agents.agent_operations import LEASE_S, AgentOperations
+from postroom.engine.agents.agent_operations import AgentOperations
 from postroom.engine.agents.agent_sweeps import Swept, sweep
+from postroom.engine.agents.inboxes import Inboxes
+from postroom.engine.agents.leases import LEASE_S, Leases, WantedPrograms
 from postroom.engine.agents.parts import PART_CELLS_A_READ_MAX, Position, parse_position, read_on
 from postroom.engine.rules.cells import AGENT_COUNTS, AgentEntry, Part
 from postroom.engine.rules.operations import Operations
@@ -72,7 +74,7 @@ class Agents:
         return self.do(lambda agents: agents.open_requests("acme", agent_id))
 
     def letters(self, agent_id: str) -> list[Any]:
-        return [letter for _, letter in self.do(lambda agents: agents.letters("acme", agent_id))]
+        return [letter for _, letter in self.do(lambda agents: Inboxes(agents).letters("acme", agent_id))]
 
     def kinds(self, kind: str) -> list[Event]:
         return events_of(self.under.engine, kind)
@@ -116,11 +118,11 @@ def test_health_is_registered_alive_suspect_and_dead_each_an_event(agents_of: Ma
 
 def test_local_agents_live_as_long_as_their_coordinator(agents_of: Made) -> None:
     agents = agents_of()
-    info = agents.do(lambda one: one.start_coordinator("c1", "here"))
+    info = agents.do(lambda one: Leases(one).start("c1", "here"))
     agents.register()
     for _ in range(10):
         agents.clock.advance(5)
-        agents.do(lambda one: one.renew_coordinator("c1", info.epoch, "here"))
+        agents.do(lambda one: Leases(one).renew("c1", info.epoch, "here"))
     agents.sweep()
     assert agents.health() == "alive"
     agents.clock.advance(36)
@@ -140,15 +142,15 @@ def test_sessions_do_not_count_the_agents_of_others(agents_of: Made) -> None:
 
 def test_another_coordinator_takes_over_when_the_lease_is_over(agents_of: Made) -> None:
     agents = agents_of()
-    first = agents.do(lambda one: one.start_coordinator("c1", "here"))
+    first = agents.do(lambda one: Leases(one).start("c1", "here"))
     agents.register()
     agents.clock.advance(1)
-    second = agents.do(lambda one: one.start_coordinator("c2", "there"))
+    second = agents.do(lambda one: Leases(one).start("c2", "there"))
     assert second.epoch > first.epoch
-    assert agents.do(lambda one: one.take_over("c2")) == []
+    assert agents.do(lambda one: Leases(one).take_over("c2")) == []
     agents.clock.advance(LEASE_S - 1)
-    agents.do(lambda one: one.renew_coordinator("c2", second.epoch, "there"))
-    assert agents.do(lambda one: one.take_over("c2")) == ["c1"]
+    agents.do(lambda one: Leases(one).renew("c2", second.epoch, "there"))
+    assert agents.do(lambda one: Leases(one).take_over("c2")) == ["c1"]
     assert LEASE_S < 5
     [info] = agents.do(lambda one: one.list())
     assert (info.coordinator, info.epoch, info.health) == ("c2", second.epoch, "registered")
@@ -159,15 +161,15 @@ def test_another_coordinator_takes_over_when_the_lease_is_over(agents_of: Made) 
 
 def test_a_coordinator_that_was_only_slow_takes_its_agents_back(agents_of: Made) -> None:
     agents = agents_of()
-    first = agents.do(lambda one: one.start_coordinator("c1", "here"))
+    first = agents.do(lambda one: Leases(one).start("c1", "here"))
     entry = agents.register()
     agents.clock.advance(4)
-    agents.do(lambda one: (one.start_coordinator("c2", "there"), one.take_over("c2")))
-    assert not agents.do(lambda one: one.renew_coordinator("c1", first.epoch, "here"))
-    agents.do(lambda one: one.reclaim("c1", "acme", "planner", entry.session))
-    agents.do(lambda one: one.reclaim("c1", "acme", "planner", entry.session - 1))
+    agents.do(lambda one: (Leases(one).start("c2", "there"), Leases(one).take_over("c2")))
+    assert not agents.do(lambda one: Leases(one).renew("c1", first.epoch, "here"))
+    agents.do(lambda one: Leases(one).reclaim("c1", "acme", "planner", entry.session))
+    agents.do(lambda one: Leases(one).reclaim("c1", "acme", "planner", entry.session - 1))
     agents.clock.advance(40)
-    assert agents.do(lambda one: one.renew_coordinator("c1", first.epoch, "here"))
+    assert agents.do(lambda one: Leases(one).renew("c1", first.epoch, "here"))
     [info] = agents.do(lambda one: one.list())
     assert (info.coordinator, info.health, info.epoch) == ("c1", "alive", first.epoch)
 
@@ -177,7 +179,7 @@ def test_a_dead_agent_gets_no_messages_and_leaves_its_place(agents_of: Made) -> 
     agents.register()
     agents.clock.advance(36)
     with pytest.raises(Bounced, match="dead"):
-        agents.do(lambda one: one.check_recipient("acme", "planner"))
+        agents.do(lambda one: Inboxes(one).check_recipient("acme", "planner"))
     with pytest.raises(TooMany):
         agents.register("other")
     agents.sweep()
@@ -342,7 +344,7 @@ def test_a_spawned_agent_counts_like_a_registered_one(agents_of: Made) -> None:
     agents = agents_of(agents=rules, organization=Organization(max_agents=2))
 
     def spawn(agent_id: str) -> None:
-        agents.do(lambda one: one.want_program("acme", agent_id, "m", []))
+        agents.do(lambda one: WantedPrograms(one.transaction, one.policy).want("acme", agent_id, "m", []))
 
     agents.register("a", is_local=False)
     spawn("b")
@@ -355,24 +357,24 @@ def test_a_spawned_agent_counts_like_a_registered_one(agents_of: Made) -> None:
         spawn("c")
     agents.clock.advance(36)
     agents.sweep()
-    agents.do(lambda one: one.unwant_program("acme", "b"))
+    agents.do(lambda one: WantedPrograms(one.transaction, one.policy).unwant("acme", "b"))
     spawn("c")
 
 
 @pytest.mark.parametrize("jump_s", [-86_400 * 365, 3_600, 86_400 * 365])
 def test_a_jump_of_the_wall_clock_changes_no_lease_and_no_health(agents_of: Made, jump_s: float) -> None:
     agents = agents_of()
-    agents.do(lambda one: one.start_coordinator("c1", "here"))
+    agents.do(lambda one: Leases(one).start("c1", "here"))
     entry = agents.register(is_local=False)
     agents.clock.advance(1)
     agents.do(lambda one: one.beat("acme", "planner", entry.session, "c1"))
     agents.clock.step_wall(jump_s)
     agents.sweep()
-    assert agents.do(lambda one: one.take_over("c2")) == []
+    assert agents.do(lambda one: Leases(one).take_over("c2")) == []
     assert agents.health() == "alive"
     agents.clock.advance(36)
     agents.sweep()
-    assert agents.do(lambda one: one.take_over("c2")) == ["c1"]
+    assert agents.do(lambda one: Leases(one).take_over("c2")) == ["c1"]
     assert agents.health() == "dead"
 
 

@@ -22,8 +22,10 @@ from postroom import (
     StreamRestarted,
 )
 from postroom.engine.agents.agent import PARTS_WAITING_MAX
-from postroom.engine.agents.agent_operations import LETTERS_BYTES_A_READ_MAX, AgentOperations
+from postroom.engine.agents.agent_operations import AgentOperations
 from postroom.engine.agents.agent_sweeps import bounce
+from postroom.engine.agents.inboxes import LETTERS_BYTES_A_READ_MAX, Inboxes
+from postroom.engine.agents.leases import Leases
 from postroom.engine.agents.parts import PART_CELLS_A_READ_MAX
 from postroom.engine.rules.cells import INBOXES, LETTER_BODIES, LETTERS, PARTS, REQUESTS, AgentLetter
 from postroom.engine.work.context import PARTS_A_COMMIT_MAX
@@ -554,7 +556,7 @@ class Reading:
 def test_a_long_inbox_costs_its_senders_and_those_who_list_agents_little(url: str) -> None:
     def cost(transaction: Transaction) -> tuple[int, int]:
         sending, listing = Reading(transaction), Reading(transaction)
-        AgentOperations(cast("Transaction", sending), Policy()).check_recipient("acme", "reader")
+        Inboxes(AgentOperations(cast("Transaction", sending), Policy())).check_recipient("acme", "reader")
         AgentOperations(cast("Transaction", listing), Policy()).list("acme")
         return sending.size, listing.size
 
@@ -666,8 +668,8 @@ def test_a_paused_coordinator_goes_on(url: str, monkeypatch: pytest.MonkeyPatch)
             await eventually(lambda: engine.blocking.agents()[0].coordinator == coordinator.id)
 
     def _forget_coordinator(agents: AgentOperations, coordinator: str) -> None:
-        agents.stop_coordinator(coordinator)
-        assert agents.take_over("other") == [coordinator]
+        Leases(agents).stop(coordinator)
+        assert Leases(agents).take_over("other") == [coordinator]
 
     soon(scenario())
 

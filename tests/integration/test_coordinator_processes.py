@@ -14,8 +14,9 @@ import pytest
 
 from postroom import AgentReplaced, Coordinator, Engine
 from postroom.engine.agents.agent import Agent
-from postroom.engine.agents.agent_operations import LEASE_S, AgentInfo
+from postroom.engine.agents.agent_operations import AgentInfo
 from postroom.engine.agents.coordinator import BEAT_S
+from postroom.engine.agents.leases import LEASE_S
 from postroom.engine.rules.cells import REQUESTS
 from postroom.errors import WriteFailed
 from postroom.testing import check_consistency

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from postroom.engine.agents import agent_operations as agents_module
 from postroom.engine.agents import agent_sweeps
 from postroom.engine.agents.agent_operations import AgentOperations
+from postroom.engine.agents.inboxes import Inboxes
 from postroom.engine.agents.parts import read_on
 from postroom.engine.rules.cells import REQUESTS, OpenRequest
 from postroom.engine.rules.operations import Operations
@@ -113,7 +114,7 @@ def repeat_epochs(patch: pytest.MonkeyPatch) -> None:
 
 
 def deliver_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AgentOperations, "deliver", lambda *_: None)
+    patch.setattr(Inboxes, "deliver", lambda *_: None)
 
 
 def miscount(patch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from postroom import (
 from postroom.core.lifecycle.lifecycle import ENDED
 from postroom.engine.agents.agent_operations import AgentOperations
 from postroom.engine.agents.agent_sweeps import Swept, sweep
+from postroom.engine.agents.inboxes import Inboxes
 from postroom.engine.rules.outcomes import Outcome
 from postroom.engine.work.handlers import ended
 from postroom.pipeline.times import DAY_US
@@ -205,7 +206,9 @@ class World:
         ]
         self.engine.run_all()
         self._as_agent(lambda one: one.acknowledge("acme", "planner", entry.session, asked[:1]))
-        self._as_agent(lambda one: one.deliver("acme", "planner", "boss", asked[0], {"text": "well done"}))
+        self._as_agent(
+            lambda one: Inboxes(one).deliver("acme", "planner", "boss", asked[0], {"text": "well done"})
+        )
         self.engine.clock.advance(DAY_S + 1)
         self._as_agent(lambda one: sweep(one, Swept()))
 

@@ -3,8 +3,9 @@
 `message_input` checks submitted messages, `rules.operations` are the verbs inside one transaction,
 `rules.claims` decides which messages a worker gets, `work.worker` runs handlers, and `rules.policy` holds
 every rule that can be set. `core` names the parts of an engine: `commits`, `submits`, `wakeups`, types and
-handlers. `agents.agent_operations` are the verbs of agents, and `agents.coordinator` hands agents the answers
-to their requests. `rules.extensions` and `additions` are where the layers above add to an engine.
+handlers. `agents.agent_operations`, `agents.inboxes` and `agents.leases` are the verbs of agents, and
+`agents.coordinator` hands agents the answers to their requests. `rules.extensions` and `additions` are where
+the layers above add to an engine.
 """
 
 from postroom.core.agents import AgentRules

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from postroom.core.lifecycle import lifecycle
 from postroom.core.times import utc_text
 from postroom.engine.agents.agent_operations import AgentOperations
+from postroom.engine.agents.inboxes import Inboxes
 from postroom.engine.messages import body_of, new_id
 from postroom.engine.rules import bodies, ordering
 from postroom.engine.rules.cells import EFFECTS as OUTCOMES
@@ -175,7 +176,7 @@ def _notify_agent(transaction: Transaction, policy: Policy, goal_id: str, stored
         return
     NOTIFIED.put(transaction, True, goal_id, agent_id)  # noqa: FBT003
     part = _progress(transaction, stored.record, text)
-    AgentOperations(transaction, policy).notify(org_of(stored.record.queue), agent_id, part)
+    Inboxes(AgentOperations(transaction, policy)).notify(org_of(stored.record.queue), agent_id, part)
 
 
 def _progress(transaction: Transaction, record: Record, text: str) -> Part:

@@ -24,6 +24,8 @@ from postroom.core.lifecycle.fairness import Rotation
 from postroom.core.lifecycle.retry import Retry
 from postroom.engine.agents.agent_operations import AgentOperations, Asked, NewParts
 from postroom.engine.agents.agent_sweeps import Swept, sweep
+from postroom.engine.agents.inboxes import Inboxes
+from postroom.engine.agents.leases import Leases
 from postroom.engine.agents.parts import Position
 from postroom.engine.message_input import Registry
 from postroom.engine.rules.cells import BOUNCES, Part
@@ -201,7 +203,7 @@ class AgentWorld:
 
     def _start_coordinator(self) -> None:
         coordinator = self._random.choice(COORDINATORS) + f".{len(self._trace)}"
-        epoch = self._write(lambda agents: agents.start_coordinator(coordinator, "here")).epoch
+        epoch = self._write(lambda agents: Leases(agents).start(coordinator, "here")).epoch
         if any(epoch <= other for other in self._epochs.values()):
             self._report("epoch", "", f"coordinator {coordinator} has epoch {epoch}")
         self._epochs[coordinator] = epoch
@@ -275,7 +277,7 @@ class AgentWorld:
             self._renew(coordinator)
         if running:
             coordinator = self._random.choice(running)
-            lost = self._write(lambda agents: agents.take_over(coordinator))
+            lost = self._write(lambda agents: Leases(agents).take_over(coordinator))
             if lost:
                 self._note(coordinator, "takes over from", *lost)
 
@@ -283,10 +285,10 @@ class AgentWorld:
         """A heartbeat of a coordinator. One that was taken for dead takes its agents back."""
 
         def work(agents: AgentOperations) -> None:
-            if not agents.renew_coordinator(coordinator, self._epochs[coordinator], "here"):
+            if not Leases(agents).renew(coordinator, self._epochs[coordinator], "here"):
                 for agent in self._agents:
                     if agent.coordinator == coordinator:
-                        agents.reclaim(coordinator, *agent.name, agent.session)
+                        Leases(agents).reclaim(coordinator, *agent.name, agent.session)
 
         self._write(work)
 
@@ -474,7 +476,7 @@ class AgentWorld:
         prepared = self._registry.prepare(message, self._policy, self._store.wall_us())
         try:
             message_id = self._write(
-                lambda agents: agents.send(agent.agent_id, agent.session, prepared, to, 1)
+                lambda agents: Inboxes(agents).send(agent.agent_id, agent.session, prepared, to, 1)
             )
         except AgentReplaced:
             self._end(agent)
@@ -489,10 +491,10 @@ class AgentWorld:
 
     def _inbox_as(self, agent: _Agent) -> None:
         def work(agents: AgentOperations) -> list[str]:
-            found = [(key, one) for key, one in agents.letters(*agent.name) if not one.is_bounce]
+            found = [(key, one) for key, one in Inboxes(agents).letters(*agent.name) if not one.is_bounce]
             keys = [key for key, _ in found]
             for receipt in ("fetched", "shown", "acted_on"):
-                agents.note_receipt(*agent.name, agent.session, keys, receipt)
+                Inboxes(agents).note_receipt(*agent.name, agent.session, keys, receipt)
             return [one.message_id for _, one in found]
 
         try:
@@ -567,7 +569,9 @@ class AgentWorld:
 
         def read(agents: AgentOperations) -> None:
             for name in itertools.product(ORGANIZATIONS, AGENTS):
-                found.extend(letter.message_id for _, letter in agents.letters(*name) if letter.is_bounce)
+                found.extend(
+                    letter.message_id for _, letter in Inboxes(agents).letters(*name) if letter.is_bounce
+                )
             found.extend(bounce.message_id for _, bounce in BOUNCES.all(agents.transaction))
 
         self._write(read)

@@ -19,6 +19,7 @@ from postroom.core.agents import FINAL_PARTS, RECEIPTS, Receipt, Restart, joined
 from postroom.core.formats.jsoninput import ReadValue, decoded_value, raw_value
 from postroom.core.times import EPOCH, MICROSECOND, checked_seconds
 from postroom.engine.agents.agent_operations import AgentOperations
+from postroom.engine.agents.inboxes import Inboxes
 from postroom.engine.agents.parts import Position
 from postroom.engine.core import EngineCore
 from postroom.engine.message_input import Prepared
@@ -119,7 +120,7 @@ class SentMessage:
 
     async def receipts(self) -> dict[Receipt, Any]:
         """The receipts so far, each with its time. See `core.agents.RECEIPTS`."""
-        found = await self._coordinator.read(lambda agents: agents.receipts(self.message_id))
+        found = await self._coordinator.read(lambda agents: Inboxes(agents).receipts(self.message_id))
         return {receipt: EPOCH + found[receipt] * MICROSECOND for receipt in RECEIPTS if receipt in found}
 
 
@@ -182,7 +183,7 @@ class Inbox:
     async def _has_more(self) -> bool:
         agent, after = self._agent, self._after
         found = await agent.coordinator.read(
-            lambda agents: agents.letters(agent.org_id, agent.agent_id, after)
+            lambda agents: Inboxes(agents).letters(agent.org_id, agent.agent_id, after)
         )
         return bool(found)
 
@@ -192,7 +193,7 @@ class Inbox:
 
         def read(agents: AgentOperations) -> list[tuple[str, AgentLetter]]:
             agents.held(agent.org_id, agent.agent_id, agent.session)
-            return agents.letters(agent.org_id, agent.agent_id, after, read_value)
+            return Inboxes(agents).letters(agent.org_id, agent.agent_id, after, read_value)
 
         found = await agent.coordinator.read(read)
         if not found:
@@ -213,7 +214,7 @@ class Inbox:
 
 
 def _note(agent: "Agent", keys: list[str], receipt: Receipt, agents: AgentOperations) -> None:
-    agents.note_receipt(agent.org_id, agent.agent_id, agent.session, keys, receipt)
+    Inboxes(agents).note_receipt(agent.org_id, agent.agent_id, agent.session, keys, receipt)
 
 
 class Agent:
@@ -349,16 +350,15 @@ class Agent:
 
         def store(operations: Operations, prepared: list[Prepared]) -> str:
             agents = AgentOperations(operations.transaction, core.policy)
-            return agents.send(self.agent_id, self.session, prepared[0], to, payload)
+            return Inboxes(agents).send(self.agent_id, self.session, prepared[0], to, payload)
 
         try:
             message_id = await core.submits.accept([message], store)
         except Bounced as bounced:
-            reason = bounced
+            reason = bounced.reason
+            detail = {"agent_id": self.agent_id, "sender": self.agent_id, "recipient": bounced.recipient}
             with suppress(PostroomError):
-                await self.coordinator.write(
-                    lambda agents: agents.note_bounce(self.org_id, self.agent_id, reason)
-                )
+                await self.coordinator.write(lambda agents: agents.emit_bounce(self.org_id, reason, **detail))
             raise
         core.wakeups.wake_readers()
         return SentMessage(self.coordinator, message_id)

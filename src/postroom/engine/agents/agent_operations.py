@@ -1,4 +1,4 @@
-"""Operations on agents, their requests and their inboxes inside one transaction.
+"""Operations on registered agents and their requests inside one transaction.
 
 Rule 1: an operation raises before it writes, so several of them can share a commit.
 Rule 2: a registration is fenced. Each call for an agent names the session of its registration, and only the
@@ -6,17 +6,16 @@ Rule 2: a registration is fenced. Each call for an agent names the session of it
 Rule 3: a request is open until its agent has the last part, or until the answer bounces.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import datetime
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from msgspec.structs import replace
 
 from postroom.calls.fields import OPEN_REQUESTS_MAX
 from postroom.core import agents
-from postroom.core.agents import Health, Receipt
-from postroom.core.formats.jsoninput import ReadValue, decoded_value
+from postroom.core.agents import Health
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.names import is_name
 from postroom.core.times import EPOCH, MICROSECOND, utc_text
@@ -27,39 +26,23 @@ from postroom.engine.rules.cells import (
     AGENTS,
     COORDINATORS,
     EPOCHS,
-    INBOXES,
-    LETTER_BODIES,
     LETTERS,
-    PROGRAMS,
-    RECEIPTS,
     REQUESTS,
     SEPARATOR,
     AgentEntry,
-    AgentLetter,
     CoordinatorInfo,
     OpenRequest,
     Part,
-    WantedProgram,
-    joined,
 )
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.policy import Policy
-from postroom.errors import AgentReplaced, Bounced, InvalidMessage, TooMany, UnknownTask
+from postroom.errors import AgentReplaced, InvalidMessage, TooMany, UnknownTask
 from postroom.message import ENGINE_PREFIX
 from postroom.stores.transaction import Transaction
 
-LEASE_S: Final = 3.0  # of a coordinator; another one takes over within 5 s
-INBOX_MAX: Final = 10_000  # messages in the inbox of one agent that nobody has acted on
-LETTER_INLINE_BYTES: Final = 4 * 1024  # a longer body has a cell of its own
-LETTERS_A_READ_MAX: Final = 100
-LETTERS_BYTES_A_READ_MAX: Final = 2 * 1024 * 1024  # and one more message
 WAITS_SHOWN_MAX: Final = 100
 AGENTS_LISTED_MAX: Final = 10_000  # of one organization
 RETRY_AFTER_S: Final = 10.0
-SUPERVISOR: Final = ".programs"
-"""The lease of the supervisor that runs the programs of agents. No coordinator has such a name."""
-
-_encode = msgspec.json.Encoder().encode
 
 
 class AgentInfo(msgspec.Struct, frozen=True):
@@ -115,67 +98,15 @@ class NewParts(msgspec.Struct, frozen=True):
 
 
 class AgentOperations:
-    """Operations on agents in one transaction."""
+    """Registered agents, their health and their requests in one transaction.
+
+    `inboxes` has the messages between them, `leases` their coordinators and programs.
+    """
 
     def __init__(self, transaction: Transaction, policy: Policy) -> None:
         self.transaction = transaction
         self.policy = policy
         self.rules = policy.agents
-
-    # ---- coordinators --------------------------------------------------------------------------
-
-    def start_coordinator(self, coordinator: str, name: str) -> CoordinatorInfo:
-        """Begin the lease of a coordinator."""
-        info = CoordinatorInfo(self.next_number(), self.transaction.steady_ns, self._lease_end(), name)
-        COORDINATORS.put(self.transaction, info, coordinator)
-        return info
-
-    def renew_coordinator(self, coordinator: str, epoch: int, name: str) -> bool:
-        """Renew the lease of a coordinator. Returns whether it still had its agents.
-
-        A coordinator that was taken for dead returns with its epoch, and has to `reclaim` its agents.
-        """
-        known = COORDINATORS.get(self.transaction, coordinator)
-        info = CoordinatorInfo(epoch, self.transaction.steady_ns, self._lease_end(), name)
-        COORDINATORS.put(self.transaction, info, coordinator)
-        return known is not None
-
-    def reclaim(self, coordinator: str, org_id: str, agent_id: str, session: int) -> None:
-        """Take back an agent in the process of this coordinator, unless it was registered again."""
-        entry = AGENTS.get(self.transaction, org_id, agent_id)
-        if entry is not None and entry.session == session:
-            after = replace(entry, coordinator=coordinator, is_local=True)
-            AGENTS.put(self.transaction, after, org_id, agent_id)
-
-    def stop_coordinator(self, coordinator: str) -> None:
-        """End the lease of a coordinator. Its agents stay registered, and may register elsewhere."""
-        info = COORDINATORS.get(self.transaction, coordinator)
-        if info is not None:
-            COORDINATORS.put(
-                self.transaction, replace(info, until_ns=self.transaction.steady_ns), coordinator
-            )
-
-    def take_over(self, coordinator: str) -> list[str]:
-        """Take over the agents of coordinators whose lease is over. Returns the ids of those coordinators."""
-        transaction = self.transaction
-        lost = {
-            other: info
-            for other, info in COORDINATORS.all(transaction)
-            if other not in (coordinator, SUPERVISOR)
-            and agents.may_take_over(info.until_ns, transaction.steady_ns)
-        }
-        for key, entry in AGENTS.all(transaction) if lost else ():
-            if entry.coordinator in lost:
-                seen_ns = self.seen_ns(entry, lost[entry.coordinator])
-                moved = replace(entry, coordinator=coordinator, is_local=False, seen_ns=seen_ns)
-                AGENTS.put(transaction, moved, key)
-        for other in lost:
-            COORDINATORS.put(transaction, None, other)
-            transaction.alert("CoordinatorLost", f"coordinator {other} is gone: {coordinator} takes over")
-        return [*lost]
-
-    def _lease_end(self) -> int:
-        return self.transaction.steady_ns + round(LEASE_S * NANOS_PER_S)
 
     def next_number(self) -> int:
         """A number that is larger than every earlier one: an epoch, a session, or the key of a letter.
@@ -320,187 +251,11 @@ class AgentOperations:
             closed.append(message_id)
         return closed
 
-    # ---- messages between agents ---------------------------------------------------------------
-
-    def send(self, sender: str, session: int, prepared: Prepared, to: str, body: Any) -> str:
-        """Submit a message to another agent and put it into its inbox. Raises `Bounced`."""
-        self.held(prepared.org_id, sender, session)
-        self.check_recipient(prepared.org_id, to)
-        [submitted] = Operations(self.transaction, self.policy).submit([prepared])
-        self.deliver(prepared.org_id, to, sender, submitted.message_id, body)
-        return submitted.message_id
-
-    def check_recipient(self, org_id: str, agent_id: str) -> None:
-        """Raise `Bounced` unless an agent can get a message."""
-        entry = AGENTS.get(self.transaction, org_id, agent_id)
-        if entry is None:
-            raise Bounced(agent_id, "no agent of this name is registered")
-        if self.health(entry) == "dead":
-            raise Bounced(agent_id, "the agent is dead")
-        if self._letter_count(org_id, agent_id) >= INBOX_MAX:
-            raise Bounced(agent_id, f"its inbox holds {INBOX_MAX} messages that it has not acted on")
-
-    def deliver(self, org_id: str, agent_id: str, sender: str, message_id: str, body: Any) -> None:
-        """Put a message into an inbox, once."""
-        if not self.receipts(message_id):
-            letter = AgentLetter(message_id, sender, body, self.transaction.wall_us)
-            self.put_letter(org_id, agent_id, letter)
-            self._receive(org_id, agent_id, letter, "stored")
-
-    def put_letter(self, org_id: str, agent_id: str, letter: AgentLetter) -> None:
-        """Add a message to the end of an inbox."""
-        INBOXES.put(self.transaction, self._letter_count(org_id, agent_id) + 1, org_id, agent_id)
-        key, body = joined(org_id, agent_id, self.next_number()), msgspec.Raw(_encode(letter.body))
-        if len(body) > LETTER_INLINE_BYTES:
-            LETTER_BODIES.put(self.transaction, body, key)
-            letter = replace(letter, body=None, is_apart=True)
-        LETTERS.put(self.transaction, letter, key)
-
-    def drop_letter(self, key: str, letter: AgentLetter) -> None:
-        """Remove a message from its inbox."""
-        LETTERS.put(self.transaction, None, key)
-        if letter.is_apart:
-            LETTER_BODIES.put(self.transaction, None, key)
-        inbox = agent_of(key)
-        counted = INBOXES.get(self.transaction, *inbox)
-        if counted is not None:
-            INBOXES.put(self.transaction, counted - 1 or None, *inbox)
-
-    def _letter_count(self, org_id: str, agent_id: str) -> int:
-        counted = INBOXES.get(self.transaction, org_id, agent_id)
-        if counted is not None:
-            return counted
-        return len(LETTERS.under(self.transaction, org_id, agent_id, limit=INBOX_MAX))
-
-    def notify(self, org_id: str, agent_id: str, part: Part) -> None:
-        """Put a part that the agent did not ask for into its inbox, if it can get messages."""
-        try:
-            self.check_recipient(org_id, agent_id)
-        except Bounced:
-            return
-        body = msgspec.to_builtins(part)
-        letter = AgentLetter(part.request_id, "", body, self.transaction.wall_us, is_notice=True)
-        self.put_letter(org_id, agent_id, letter)
-
-    def receipts(self, message_id: str) -> dict[Receipt, int]:
-        """What the recipient of a message has done with it, each with its time."""
-        return RECEIPTS.get(self.transaction, message_id) or {}
-
-    def _receive(self, org_id: str, recipient: str, letter: AgentLetter, receipt: Receipt) -> None:
-        """Note a receipt, once."""
-        known = self.receipts(letter.message_id)
-        if receipt in known or letter.is_bounce or letter.is_notice:
-            return
-        RECEIPTS.put(self.transaction, {**known, receipt: self.transaction.wall_us}, letter.message_id)
-        self.transaction.emit(
-            "receipt",
-            ENGINE_PREFIX + org_id,
-            type="agent_message",
-            detail={
-                "message_id": letter.message_id,
-                "sender": letter.sender,
-                "recipient": recipient,
-                "receipt": receipt,
-            },
-        )
-
-    def letters(
-        self, org_id: str, agent_id: str, after: str = "", read_value: ReadValue = decoded_value
-    ) -> list[tuple[str, AgentLetter]]:
-        """Messages in an inbox behind a key, each with its key. `read_value` reads their long bodies."""
-        found: list[tuple[str, AgentLetter]] = []
-        left = LETTERS_BYTES_A_READ_MAX
-        for key, letter in LETTERS.under(
-            self.transaction, org_id, agent_id, limit=LETTERS_A_READ_MAX, after=after, bytes_max=left
-        ):
-            if letter.is_apart and left <= 0:
-                break
-            body = LETTER_BODIES.get(self.transaction, key) if letter.is_apart else None
-            left -= 0 if body is None else len(body)
-            found.append((key, letter if body is None else replace(letter, body=read_value(bytes(body)))))
-        return found
-
-    def note_receipt(
-        self, org_id: str, agent_id: str, session: int, keys: Sequence[str], receipt: Receipt
-    ) -> None:
-        """Store that messages were fetched, shown or acted on. The last removes them from the inbox."""
-        self.held(org_id, agent_id, session)
-        for key in keys:
-            parts = key.split(SEPARATOR)
-            if parts[:2] != [org_id, agent_id]:
-                raise InvalidMessage(f"{key!r} is not the key of a message in the inbox of {agent_id}")
-            letter = LETTERS.get(self.transaction, key)
-            if letter is None:
-                continue
-            if receipt == "acted_on":
-                self.drop_letter(key, letter)
-            self._receive(org_id, agent_id, letter, receipt)
-
-    def note_bounce(self, org_id: str, sender: str, bounced: Bounced) -> None:
-        """Emit that a message was refused because its recipient cannot get it."""
-        self.emit_bounce(org_id, bounced.reason, agent_id=sender, sender=sender, recipient=bounced.recipient)
-
     def emit_bounce(self, org_id: str, reason: str, **detail: str) -> None:
         """Emit that a message or an answer cannot reach its agent."""
         self.transaction.emit(
             "bounced", ENGINE_PREFIX + org_id, error_type="Bounced", error=reason, detail=detail
         )
-
-    # ---- programs ------------------------------------------------------------------------------
-
-    def want_program(self, org_id: str, agent_id: str, message_id: str, tools: Sequence[str]) -> None:
-        """Store that a supervisor has to run the program of an agent. Raises `TooMany`."""
-        check_names(org_id, agent_id)
-        if not self.rules.program:
-            raise InvalidMessage(
-                "no program for agents is configured: set Policy(agents=AgentRules(program=…))"
-            )
-        self._check_spawn(org_id, agent_id)
-        program = WantedProgram(self.rules.program, message_id, tuple(tools))
-        PROGRAMS.put(self.transaction, program, org_id, agent_id)
-
-    def _check_spawn(self, org_id: str, agent_id: str) -> None:
-        """Raise `TooMany` unless the agent counts already, or the organization may have one more.
-
-        Agents that are registered and not dead count, and wanted programs that have not registered.
-        """
-        known = PROGRAMS.under(self.transaction, org_id, limit=AGENTS_LISTED_MAX)
-        wanted = {agent_of(key)[1] for key, _ in known}
-        if agent_id in wanted or self._is_counted(org_id, agent_id):
-            return
-        unregistered = sum(not self._is_counted(org_id, other) for other in wanted)
-        most = self.policy.organization_of(org_id).max_agents
-        if (AGENT_COUNTS.get(self.transaction, org_id) or 0) + unregistered >= most:
-            raise TooMany(org_id, "agents", most, RETRY_AFTER_S)
-
-    def _is_counted(self, org_id: str, agent_id: str) -> bool:
-        entry = AGENTS.get(self.transaction, org_id, agent_id)
-        return entry is not None and entry.health != "dead"
-
-    def unwant_program(self, org_id: str, agent_id: str) -> bool:
-        """Store that the program of an agent has to end; whether one was wanted."""
-        known = PROGRAMS.get(self.transaction, org_id, agent_id)
-        PROGRAMS.put(self.transaction, None, org_id, agent_id)
-        return known is not None
-
-    def programs_for(self, supervisor: str) -> dict[tuple[str, str], WantedProgram]:
-        """The wanted programs by organization and agent; none for a supervisor that does not hold the lease.
-
-        A supervisor gets the lease when nobody else holds it, and renews it by this call.
-        """
-        now_ns, held = self.transaction.steady_ns, COORDINATORS.get(self.transaction, SUPERVISOR)
-        if held is not None and held.name != supervisor and not agents.may_take_over(held.until_ns, now_ns):
-            return {}
-        COORDINATORS.put(
-            self.transaction, CoordinatorInfo(0, now_ns, self._lease_end(), supervisor), SUPERVISOR
-        )
-        return {agent_of(key): program for key, program in PROGRAMS.all(self.transaction)}
-
-    def release_programs(self, supervisor: str) -> None:
-        """Give up the lease of a supervisor that has ended its programs."""
-        held = COORDINATORS.get(self.transaction, SUPERVISOR)
-        if held is not None and held.name == supervisor:
-            COORDINATORS.put(self.transaction, None, SUPERVISOR)
 
     # ---- listing -------------------------------------------------------------------------------
 
@@ -511,26 +266,24 @@ class AgentOperations:
             found = AGENTS.all(self.transaction)
         else:
             found = AGENTS.under(self.transaction, org_id, limit=AGENTS_LISTED_MAX)
-        return [
-            self._info(*agent_of(key), entry, coordinators.get(entry.coordinator)) for key, entry in found
-        ]
-
-    def _info(
-        self, org_id: str, agent_id: str, entry: AgentEntry, coordinator: CoordinatorInfo | None
-    ) -> AgentInfo:
-        seen = self._seen(entry, coordinator)
-        letters = LETTERS.under(self.transaction, org_id, agent_id, limit=WAITS_SHOWN_MAX)
-        return AgentInfo(
-            org_id=org_id,
-            agent_id=agent_id,
-            health=seen.health,
-            coordinator=entry.coordinator,
-            epoch=0 if coordinator is None else coordinator.epoch,
-            registered_at=EPOCH + entry.registered_us * MICROSECOND,
-            silent_s=seen.silent_s,
-            waits_for=self.open_requests(org_id, agent_id)[:WAITS_SHOWN_MAX],
-            waited_for_by=[letter.message_id for _, letter in letters],
-        )
+        listed = []
+        for key, entry in found:
+            agent, coordinator = agent_of(key), coordinators.get(entry.coordinator)
+            seen = self._seen(entry, coordinator)
+            letters = LETTERS.under(self.transaction, *agent, limit=WAITS_SHOWN_MAX)
+            info = AgentInfo(
+                org_id=agent[0],
+                agent_id=agent[1],
+                health=seen.health,
+                coordinator=entry.coordinator,
+                epoch=0 if coordinator is None else coordinator.epoch,
+                registered_at=EPOCH + entry.registered_us * MICROSECOND,
+                silent_s=seen.silent_s,
+                waits_for=self.open_requests(*agent)[:WAITS_SHOWN_MAX],
+                waited_for_by=[letter.message_id for _, letter in letters],
+            )
+            listed.append(info)
+        return listed
 
     def entry(self, org_id: str, agent_id: str) -> AgentEntry | None:
         """The registration of an agent; None when there is none."""

@@ -16,6 +16,7 @@ from postroom.core.lifecycle import lifecycle
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.names import is_name
 from postroom.engine.agents.agent_operations import AgentOperations, agent_of
+from postroom.engine.agents.inboxes import Inboxes
 from postroom.engine.agents.parts import UNDECODABLE, damaged_answer, last_part
 from postroom.engine.messages import body_of
 from postroom.engine.rules.cells import (
@@ -142,7 +143,7 @@ def bounce(agents: AgentOperations, org_id: str, agent_id: str, message_id: str,
             letter = AgentLetter(
                 message_id, agent_id, answer, transaction.wall_us, is_bounce=True, reason=reason
             )
-            agents.put_letter(org_id, creator.id, letter)
+            Inboxes(agents).put_letter(org_id, creator.id, letter)
         else:
             kept = Bounce(message_id, agent_id, creator.type, creator.id, answer, reason, transaction.wall_us)
             BOUNCES.put(transaction, kept, org_id, agents.next_number())
@@ -184,7 +185,7 @@ def sweep_letters(agents: AgentOperations, after: str = "", limit: int = REQUEST
         org_id, agent_id = agent_of(key)
         if not _is_old(agents, org_id, letter.stored_us):
             continue
-        agents.drop_letter(key, letter)
+        Inboxes(agents).drop_letter(key, letter)
         reason = "the agent did not act on it in time"
         agents.emit_bounce(
             org_id, reason, message_id=letter.message_id, agent_id=agent_id, recipient=letter.sender

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
 from msgspec.structs import replace
 
 from postroom.engine.agents.agent import PARTS_WAITING_MAX, Agent, Reader
-from postroom.engine.agents.agent_operations import LEASE_S, AgentInfo, AgentOperations, Asked, NewParts
+from postroom.engine.agents.agent_operations import AgentInfo, AgentOperations, Asked, NewParts
 from postroom.engine.agents.agent_sweeps import Swept, sweep
+from postroom.engine.agents.leases import LEASE_S, Leases
 from postroom.engine.rules.cells import AgentEntry
 from postroom.errors import AgentReplaced, Bounced, CoordinatorStopped, PostroomError, Unavailable
 from postroom.system.log import library_log
@@ -73,7 +74,7 @@ class Coordinator:
     async def start(self) -> None:
         """Begin the lease, and start the loops."""
         self._loop = asyncio.get_running_loop()
-        info = await self.write(lambda agents: agents.start_coordinator(self.id, self.name))
+        info = await self.write(lambda agents: Leases(agents).start(self.id, self.name))
         self.epoch = info.epoch
         self._stack.enter_context(self.core.wakeups.listening_for_answers(self._count_wakeup))
         loops = (self._distribute, self._acknowledge, self._beat)
@@ -92,7 +93,7 @@ class Coordinator:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         with suppress(PostroomError):
             await self._acknowledge_all()
-            await self.write(lambda agents: agents.stop_coordinator(self.id))
+            await self.write(lambda agents: Leases(agents).stop(self.id))
         self._wake_inboxes()
 
     async def __aenter__(self) -> Self:
@@ -312,11 +313,12 @@ class Coordinator:
             await asyncio.sleep(BEAT_S)
 
     def _renew(self, agents: AgentOperations) -> None:
-        if not agents.renew_coordinator(self.id, self.epoch, self.name):
+        leases = Leases(agents)
+        if not leases.renew(self.id, self.epoch, self.name):
             for agent in list(self._agents.values()):
                 if agent.is_local:
-                    agents.reclaim(self.id, agent.org_id, agent.agent_id, agent.session)
-        agents.take_over(self.id)
+                    leases.reclaim(self.id, agent.org_id, agent.agent_id, agent.session)
+        leases.take_over(self.id)
 
 
 def _swept(after: Swept, agents: AgentOperations) -> Swept:

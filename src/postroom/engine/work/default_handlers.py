@@ -3,6 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from postroom.engine.agents.agent_operations import AgentOperations, check_names
+from postroom.engine.agents.inboxes import Inboxes
+from postroom.engine.agents.leases import WantedPrograms
 from postroom.engine.messages import Message
 from postroom.engine.work.handlers import Handler
 from postroom.errors import ValidationError
@@ -14,17 +16,15 @@ if TYPE_CHECKING:
 def default_handlers(core: "EngineCore") -> dict[str, Handler]:
     """The default handler of each type that has one."""
 
-    def agents(operations: Any) -> AgentOperations:
-        return AgentOperations(operations.transaction, core.policy)
-
     async def deliver(message: Message, _context: Any) -> None:
         """Put a message into the inbox of its recipient, unless `Agent.send` has done so."""
         to, body = _field(message, "to"), message.payload.get("body")
 
         def work(operations: Any) -> None:
-            if not agents(operations).receipts(message.message_id):
-                agents(operations).check_recipient(message.org_id, to)
-                agents(operations).deliver(message.org_id, to, message.agent_id, message.message_id, body)
+            inboxes = Inboxes(AgentOperations(operations.transaction, core.policy))
+            if not inboxes.receipts(message.message_id):
+                inboxes.check_recipient(message.org_id, to)
+                inboxes.deliver(message.org_id, to, message.agent_id, message.message_id, body)
 
         await core.commits.write(work, makes_room=True)
         core.wakeups.wake_readers()
@@ -35,7 +35,7 @@ def default_handlers(core: "EngineCore") -> dict[str, Handler]:
         tools = _tool_names(message.payload.get("tools", []))
         check_names(message.org_id, agent_id)
         await core.commits.write(
-            lambda operations: agents(operations).want_program(
+            lambda operations: WantedPrograms(operations.transaction, core.policy).want(
                 message.org_id, agent_id, message.message_id, tools
             )
         )
@@ -45,7 +45,10 @@ def default_handlers(core: "EngineCore") -> dict[str, Handler]:
         """Store that the program of this agent has to end."""
         agent_id = _field(message, "agent_id")
         ended = await core.commits.write(
-            lambda operations: agents(operations).unwant_program(message.org_id, agent_id), makes_room=True
+            lambda operations: WantedPrograms(operations.transaction, core.policy).unwant(
+                message.org_id, agent_id
+            ),
+            makes_room=True,
         )
         return {"agent_id": agent_id, "ended": ended}
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping
 from typing import Final, Self
 
-from postroom.engine.agents.agent_operations import AgentOperations
+from postroom.engine.agents.leases import WantedPrograms
 from postroom.engine.rules.cells import WantedProgram
 from postroom.errors import PostroomError
 from postroom.goals.engine import Engine
@@ -90,7 +90,7 @@ class AgentPrograms:
         """The wanted programs, if this supervisor holds the lease."""
         policy = self._engine.policy
         return self._engine.store.write(
-            lambda transaction: AgentOperations(transaction, policy).programs_for(self._holder),
+            lambda transaction: WantedPrograms(transaction, policy).wanted_by(self._holder),
             makes_room=True,
         )
 
@@ -101,7 +101,7 @@ class AgentPrograms:
         policy = self._engine.policy
         try:
             self._engine.store.write(
-                lambda transaction: AgentOperations(transaction, policy).release_programs(self._holder),
+                lambda transaction: WantedPrograms(transaction, policy).release(self._holder),
                 makes_room=True,
             )
         except PostroomError as error:

@@ -37,6 +37,7 @@ from postroom.core.names import scoped, unscoped
 from postroom.engine.agents.agent import Agent
 from postroom.engine.agents.agent_operations import AgentInfo, AgentOperations, Asked
 from postroom.engine.agents.bounces import BouncedAnswer, listed, removed
+from postroom.engine.agents.inboxes import Inboxes
 from postroom.engine.agents.parts import Position, joined_answer, read_on
 from postroom.engine.inspection import info_of
 from postroom.engine.rules.cells import joined
@@ -338,7 +339,7 @@ async def inbox_done(server: TaskServer, request: HttpRequest) -> MessagesAnswer
     agent = await _agent(server, *_own(request), call.session)
     keys = [joined(agent.org_id, agent.agent_id, int(key)) for key in call.keys]
     await agent.coordinator.write(
-        lambda one: one.note_receipt(agent.org_id, agent.agent_id, agent.session, keys, "acted_on")
+        lambda one: Inboxes(one).note_receipt(agent.org_id, agent.agent_id, agent.session, keys, "acted_on")
     )
     return MessagesAnswer(call.keys)
 
@@ -349,8 +350,8 @@ async def receipts(server: TaskServer, request: HttpRequest) -> dict[str, int]:
 
     def read(operations: Operations) -> dict[str, int]:
         record = visible(operations, message_id, request.identity)
-        agents = AgentOperations(operations.transaction, server.engine.policy)
-        return {str(name): at for name, at in agents.receipts(record.message_id).items()}
+        inboxes = Inboxes(AgentOperations(operations.transaction, server.engine.policy))
+        return {str(name): at for name, at in inboxes.receipts(record.message_id).items()}
 
     return await server.read_for(request, lambda: _read(server, read))
 
