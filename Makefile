@@ -59,27 +59,27 @@ bench: $(STAMP) ## every benchmark
 	@$(PYTHON) tools/setup.py --system $(JAVA) $(BROWSER) $(BROKERS)
 	@failed=0; for script in bench/bench_*.py; do $(PYTHON) "$$script" || failed=1; done; exit $$failed
 
-bench-files: $(STAMP) ## the benchmark of Bus and Queue beside bare system calls
+bench-files: $(STAMP) ## the benchmark of Bus and Queue against bare system calls
 	@$(PYTHON) bench/bench_files.py
 
-bench-tasks: $(STAMP) ## the benchmark of Tasks beside huey, litequeue and persist-queue
+bench-tasks: $(STAMP) ## the benchmark of Tasks against huey, litequeue and persist-queue
 	@$(PYTHON) bench/bench_tasks.py
 
 bench-audit: $(STAMP) ## the benchmark of the audit stream, with a history of 5 million events
 	@$(PYTHON) bench/bench_audit.py
 
-bench-mail: $(STAMP) ## the benchmark of Mail beside nats-server
+bench-mail: $(STAMP) ## the benchmark of Mail against nats-server
 	@$(PYTHON) bench/bench_mail.py
 
-bench-peers: $(STAMP) ## the benchmark of Tasks beside Celery on Redis and RabbitMQ
+bench-peers: $(STAMP) ## the benchmark of Tasks against Celery on Redis and RabbitMQ
 	@$(PYTHON) tools/setup.py --system $(BROKERS)
 	@$(PYTHON) bench/bench_peers.py
 
-bench-brokers: $(STAMP) ## the benchmark of PostgreSQL and RabbitMQ beside raw clients and other queues
+bench-brokers: $(STAMP) ## the benchmark of PostgreSQL and RabbitMQ against raw clients and other queues
 	@$(PYTHON) tools/setup.py --system $(BROKERS)
 	@$(PYTHON) bench/bench_brokers.py
 
-bench-engine: $(STAMP) ## the benchmark of Engine beside Celery, dramatiq and DBOS
+bench-engine: $(STAMP) ## the benchmark of Engine against Celery, dramatiq and DBOS
 	@$(PYTHON) tools/setup.py --system $(BROKERS)
 	@$(PYTHON) bench/bench_engine.py
 
@@ -93,7 +93,7 @@ bench-up: $(STAMP) ## the benchmark of up: start, memory, MCP over stdio, submit
 	@$(PYTHON) tools/setup.py --system $(BROWSER)
 	@$(PYTHON) bench/bench_up.py
 
-bench-pipeline: $(STAMP) ## the benchmark of the pipeline on Spark beside DuckDB and Polars (long)
+bench-pipeline: $(STAMP) ## the benchmark of the pipeline on Spark against DuckDB and Polars (long)
 	@$(PYTHON) tools/setup.py --system $(JAVA)
 	@$(PYTHON) bench/bench_pipeline.py
 

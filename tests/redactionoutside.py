@@ -73,7 +73,7 @@ SECRETS: tuple[tuple[str, str], ...] = (
     (f"NRAK-{_OPAQUE[:27].upper()}", f"newrelic NRAK-{_OPAQUE[:27].upper()}"),
     (f"sq0atp-{_OPAQUE[:22]}", f"square sq0atp-{_OPAQUE[:22]}"),
     (f"ATATT3xFfGF0{_OPAQUE}", f"jira ATATT3xFfGF0{_OPAQUE}=1A2B3C4D"),
-    (f"SK{_HEX[:32]}", f"twilio SK{_HEX[:32]} is no main key"),
+    (f"SK{_HEX[:32]}", f"twilio SK{_HEX[:32]} is not a main key"),
     ("AKIAIOSFODNN7EXAMPLE", "found AKIAIOSFODNN7EXAMPLE in the bucket policy"),
     (f"ghp_{_OPAQUE[:36]}", f"remote: https://ghp_{_OPAQUE[:36]}@github.com/a/b.git"),
     (f"glpat-{_OPAQUE[:20]}", f"git clone failed: glpat-{_OPAQUE[:20]}"),

@@ -111,7 +111,7 @@ root, session, agent id, body threshold and the kill switch. Only the commands r
 bus or a queue.
 
 An empty variable counts as not set. Where two variables are named, the first wins. An invalid value or an
-unknown key is refused with a sentence that names it. Relative paths in the file are relative to the file.
+unknown key is refused with an error that names it. Relative paths in the file are relative to the file.
 
 ```toml
 [bus]

@@ -12,7 +12,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.pageworld import PageWorld, page_world  # noqa: E402 - tests are no installed package
+from tests.pageworld import PageWorld, page_world  # noqa: E402 - tests are not an installed package
 
 OUT = ROOT / "docs" / "page"
 SIZE = {"width": 1000, "height": 560}

@@ -130,7 +130,7 @@ def test_local_agents_live_as_long_as_their_coordinator(agents_of: Made) -> None
     assert agents.health() == "dead"
 
 
-def test_sessions_do_not_count_the_agents_of_others(agents_of: Made) -> None:
+def test_sessions_do_not_count_agents_of_other_organizations(agents_of: Made) -> None:
     agents, sessions = agents_of(), []
     for others in (1, 5):
         sessions.append(agents.register().session)
@@ -416,7 +416,7 @@ def test_a_gap_in_the_chunks_is_noticed(agents_of: Made) -> None:
     assert parts[-1][1].error["type"] == "ChunksMissing"
 
 
-def test_a_position_of_an_attempt_that_never_was_reads_from_the_beginning(agents_of: Made) -> None:
+def test_a_position_of_an_attempt_that_never_existed_reads_from_the_beginning(agents_of: Made) -> None:
     agents = agents_of()
     message_id = agents.request(agents.register())
     [claimed] = agents.under.claim()
@@ -484,6 +484,6 @@ def test_every_part_has_a_position_of_its_own(agents_of: Made) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "1.2.3", "1.2.3.4.5", "1.2.3.x", "-1.0.0.0", ".end", "1.2.3.4.end.end"])
-def test_an_id_that_is_no_position_is_refused(text: str) -> None:
+def test_an_id_that_is_not_a_position_is_refused(text: str) -> None:
     with pytest.raises(InvalidMessage):
         parse_position(text)

@@ -1,4 +1,4 @@
-"""Arguments of the wrong kind: `Bus` and `Queue` refuse each with one sentence that names it."""
+"""Arguments of the wrong kind: `Bus` and `Queue` refuse each with an error that names it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -67,7 +67,7 @@ def test_a_queue_refuses_arguments_of_the_wrong_kind(
 
 
 @pytest.mark.parametrize("topics", [1, 1.5, True, object()])
-def test_invalid_topics_are_refused_in_one_sentence(tmp_path: Path, topics: Any) -> None:
+def test_invalid_topics_are_refused_with_a_one_line_error(tmp_path: Path, topics: Any) -> None:
     sentence = f"topics must be a topic or a list of topics, not {type(topics).__name__}"
     assert refusals(lambda value: Queue(tmp_path).poll("ada", value), [topics]) == [sentence]
 

@@ -708,7 +708,7 @@ def test_rotation_below_the_size_does_nothing(bus: Bus) -> None:
     assert bus.rotate(min_bytes=size) is not None
 
 
-def test_rotate_bytes_archives_before_a_file_grows_over_it(tmp_path: Path, clock: Clock) -> None:
+def test_rotate_bytes_archives_before_a_file_exceeds_it(tmp_path: Path, clock: Clock) -> None:
     bus = Bus(tmp_path / "bus.yaml", rotate_bytes=1000, clock=clock)
     made = [post(bus, "x" * (number % 7 * 50)) for number in range(50)]
     big = post(bus, "y" * 2000)

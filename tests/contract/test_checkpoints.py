@@ -92,7 +92,7 @@ def _count_commits(connection: apsw.Connection, in_a_commit: list[int]) -> None:
     connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
 
 
-def test_a_thread_checkpoints_beside_commits(store: SqliteStore, path: Path) -> None:
+def test_a_thread_checkpoints_during_commits(store: SqliteStore, path: Path) -> None:
     insert(store)
     with store._group.leading:
         store._checkpoints._move()

@@ -566,7 +566,9 @@ def test_promoted_messages_get_one_of_eight_deliveries(world: EngineUnderTest, p
 
 
 @pytest.mark.parametrize("limit", [1, 3, 10])
-def test_aged_bulk_does_not_stop_fresh_messages_of_others(world: EngineUnderTest, limit: int) -> None:
+def test_aged_bulk_does_not_stop_fresh_messages_of_other_organizations(
+    world: EngineUnderTest, limit: int
+) -> None:
     bulk = set(ids(world.submit_many(200, priority=3, org_id="bulk")))
     world.clock.advance(60)
     fresh = [
@@ -797,7 +799,7 @@ def test_own_process_outlives_a_sigterm_for_all_processes_of_a_service(world: En
     assert world.wait(handle.result()) == "done, and its program ended with -15"
 
 
-def test_messages_beside_a_killer_have_no_crash_counted(world: EngineUnderTest) -> None:
+def test_messages_that_run_next_to_a_killer_have_no_crash_counted(world: EngineUnderTest) -> None:
     world.submit_many(10)
     claimed = world.claim(10)
     world.clock.advance(16)
@@ -1042,7 +1044,7 @@ def test_batch_counts_for_all_organizations_together(opened: Opened) -> None:
     assert world.wait(world.engine.status()).depth == 22
 
 
-def test_organization_behind_many_paused_ones_has_its_turn(
+def test_organization_after_many_paused_ones_has_its_turn(
     world: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims, "ORGANIZATIONS_A_CLAIM_MAX", 3)

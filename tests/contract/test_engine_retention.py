@@ -178,7 +178,7 @@ def test_one_process_purges_at_a_time(world: EngineUnderTest) -> None:
     assert completed(world) == 0
 
 
-def test_worker_purges_beside_its_reports(tmp_path: Path) -> None:
+def test_worker_purges_while_it_reports(tmp_path: Path) -> None:
     async def run() -> None:
         rules = Policy(organization=Organization(retention_s=0.001))
         with Engine.open(f"sqlite:///{tmp_path}/queue.db", rules) as engine:

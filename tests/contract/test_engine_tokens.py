@@ -147,7 +147,7 @@ def test_lease_that_a_worker_of_tasks_ended_gives_the_tokens_back(make: Make) ->
     assert len(engine.claim()) == 1
 
 
-def test_sweep_reaches_old_reservations_behind_many_newer_ones(
+def test_sweep_reaches_old_reservations_after_many_newer_ones(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("postroom.engine.rules.token_budgets.CLAIMS_SWEPT_MAX", 2)
@@ -297,7 +297,7 @@ def test_rebalancing_is_an_event_and_helps_the_short_tier(make: Make) -> None:
         ({"tokens": 5, "models": "small"}, "models must be a list of texts"),
     ],
 )
-def test_message_that_cannot_run_is_refused_with_one_sentence(
+def test_message_that_cannot_run_is_refused_with_a_one_line_error(
     make: Make, fields: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(InvalidMessage, match=said) as raised:
@@ -379,7 +379,7 @@ def test_use_beyond_the_reservation_fails_the_message_for_good(make: Make) -> No
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, True, "9", None, 10**13])
-def test_use_that_is_no_number_of_tokens_counts_nothing(make: Make, count: Any) -> None:
+def test_use_that_is_not_a_number_of_tokens_counts_nothing(make: Make, count: Any) -> None:
     engine = make()
 
     @engine.engine.handler("tool_call")

@@ -178,7 +178,7 @@ def test_a_merge_that_a_person_decides_goes_on_after_the_answer(place: Any) -> N
         run(engine, story(engine))
 
 
-def test_what_does_not_fit_is_refused_in_one_sentence(engine: Any) -> None:
+def test_what_does_not_fit_is_refused_with_a_one_line_error(engine: Any) -> None:
     async def story() -> None:
         await engine.goals.start("acme", "g")
         branch = engine.graph.branch("g")
@@ -384,7 +384,7 @@ def test_a_server_killed_in_the_middle_of_a_merge_has_all_of_it_or_nothing(
 
 
 def test_a_graph_that_has_lost_a_branch_completes_no_goal(tmp_path: Any) -> None:
-    """A server without persistence loses everything when it is restarted: that is no merge."""
+    """A server without persistence loses everything when it is restarted: that is not a merge."""
 
     async def story(engine: Any) -> None:
         await engine.goals.start("acme", "g")

@@ -130,7 +130,7 @@ def test_a_goal_without_a_branch_reads_main_as_its_organization_sees_it(engine: 
 
 
 @pytest.mark.parametrize("bad", ["acme\x1fplan", " ", "a/b", "\0", 7, [], "x" * 1_000])
-def test_what_is_no_name_of_an_organization_is_refused(bad: Any) -> None:
+def test_what_is_not_a_name_of_an_organization_is_refused(bad: Any) -> None:
     with Engine.open("memory://") as engine:
         with pytest.raises(InvalidName):
             engine.graph.main(bad)

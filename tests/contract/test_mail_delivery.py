@@ -124,7 +124,7 @@ def test_member_without_deletes_holds_one_window_of_all_priorities(harness: Harn
     assert len(worker.got) == 2 * WINDOW  # critical messages no longer wait for less urgent ones
 
 
-def test_an_expired_message_is_no_delete(harness: Harness) -> None:
+def test_an_expired_message_is_not_a_delete(harness: Harness) -> None:
     sender, mail_id = filled(harness, 0)
     harness.publish(sender, MSG + mail_id, b"short", b"NATS/1.0\r\nmq9-ttl: 5\r\n\r\n")
     send_many(harness, sender, mail_id, 2 * WINDOW)

@@ -91,7 +91,7 @@ def test_global_client_resolves_a_shared_mailbox_before_the_only_owned_one(
     assert texts == {"acme/ada": ["to acme"], "other/bob": ["to all"], "root": ["to all"]}
 
 
-def test_a_mailbox_of_no_organization_is_for_every_one(world: World) -> None:
+def test_a_mailbox_without_an_organization_is_shared_by_all(world: World) -> None:
     harness = world.harness
     harness.create(world.operator, name="help", public=True)
     for link in (world.acme, world.other, world.nobody):

@@ -209,7 +209,7 @@ STATES: dict[State, list[Work | float]] = {
 
 @pytest.mark.parametrize("limit", [1, 10])
 @pytest.mark.parametrize("state", STATES)
-def test_claim_beside_a_record_in_each_state(both: Callable[..., Seen], state: State, limit: int) -> None:
+def test_claim_next_to_a_record_in_each_state(both: Callable[..., Seen], state: State, limit: int) -> None:
     seen = both(inserting(new(), new(b"2"), new(b"3")), *STATES[state], claiming(limit), 2.0, claiming(limit))
     assert state in {event.state for event in seen[3]}
 

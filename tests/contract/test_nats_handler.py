@@ -157,7 +157,7 @@ def test_owned_subjects_go_to_the_handler_and_to_no_wildcard() -> None:
     serve(work)
 
 
-def test_an_answer_reaches_the_caller_and_no_wildcard_of_others() -> None:
+def test_an_answer_reaches_the_caller_and_no_wildcard_of_other_clients() -> None:
     async def work(_server: NatsServer, _shelf: KeepingHandler, connect: Connect) -> None:
         stranger = await connect()
         asking = await connect(CONNECT.replace(b"{", b'{"name":"sdk",'))

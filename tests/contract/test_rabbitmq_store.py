@@ -57,7 +57,7 @@ class TestRabbitOverPostgres(StoreContract):
 # ---- the URL -------------------------------------------------------------------------------------------
 
 
-def test_everything_behind_ledger_is_the_url_of_the_ledger() -> None:
+def test_everything_after_ledger_is_the_url_of_the_ledger() -> None:
     url = "amqps://me:secret@a:1,b:2/v?prefetch=5&p0=broker-only&ledger=postgres://u:pw@h/db?sslmode=require&a=b"
     address = parse_address(url)
     assert address.ledger == "postgres://u:pw@h/db?sslmode=require&a=b"

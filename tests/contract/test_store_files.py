@@ -66,7 +66,7 @@ def test_a_child_can_write_after_its_parent_closed_the_store(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("no_child_left")
-def test_parent_and_child_can_write_after_a_fork_beside_a_writing_thread(tmp_path: Path) -> None:
+def test_parent_and_child_can_write_after_a_fork_next_to_a_writing_thread(tmp_path: Path) -> None:
     tasks = open_tasks(tmp_path)
     ending = threading.Event()
 
@@ -124,7 +124,7 @@ def test_a_truncated_wake_up_file_does_no_harm(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_child_left")
 @pytest.mark.skipif(os.getuid() != 0, reason="another user was NOT tested: this needs root")
-def test_a_folder_of_another_user_is_no_damage() -> None:
+def test_a_folder_of_another_user_is_not_damage() -> None:
     with tempfile.TemporaryDirectory() as folder:  # `tmp_path` is in a folder that only this user enters
         path = Path(folder)
         path.chmod(0o755)

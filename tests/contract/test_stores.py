@@ -452,7 +452,7 @@ def test_a_file_that_is_not_a_database_is_refused_and_left_alone(
 ) -> None:
     path.write_bytes(text)
     for look in (lambda: insert(store, b"1"), store.count):
-        with pytest.raises(StoreDamaged, match="is not a store of tasks: it is no SQLite database"):
+        with pytest.raises(StoreDamaged, match="is not a store of tasks: it is not a SQLite database"):
             look()
     assert path.read_bytes() == text
     assert os.listdir(path.parent) == [path.name]  # no file is created beside it
@@ -732,7 +732,7 @@ def commits_while_sending(poller: Poller, sender: SqliteStore) -> int:
     return made
 
 
-def test_a_sender_has_its_turn_beside_a_poller_of_another_process(path: Path, no_child_left: None) -> None:
+def test_a_sender_gets_its_turn_despite_a_poller_of_another_process(path: Path, no_child_left: None) -> None:
     """Poller and sender alternate, also on a slow disk: a returning poller waits after the sender."""
     sender, poller = SqliteStore(path), Poller(SqliteStore(path))
     insert(sender, b"first")
@@ -744,7 +744,7 @@ def test_a_sender_has_its_turn_beside_a_poller_of_another_process(path: Path, no
     sender.close()
 
 
-def test_a_sender_has_its_turn_beside_a_poller_of_another_thread(store: SqliteStore) -> None:
+def test_a_sender_gets_its_turn_despite_a_poller_of_another_thread(store: SqliteStore) -> None:
     insert(store, b"first")
     poller = Poller(store)
     thread = in_background(poller.poll_until_stopped)

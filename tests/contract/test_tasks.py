@@ -444,7 +444,7 @@ BAD_TASKS: dict[str, dict[str, Any]] = {
     "agent with a slash": {"agent": "a/b"},
     "agent of the wrong kind": {"agent": 7},
     "agent too long": {"agent": "a" * 129},
-    "payload that is no JSON": {"payload": object()},
+    "payload that is not JSON": {"payload": object()},
     "payload with a key that is not text": {"payload": {(1, 2): 3}},
     "payload with half a character": {"payload": "\ud800"},
     "payload that is not a number": {"payload": {"share": [1, math.nan]}},
@@ -454,7 +454,7 @@ BAD_TASKS: dict[str, dict[str, Any]] = {
     "id of the wrong kind": {"task_id": 5},
     "empty id": {"task_id": ""},
     "negative delay": {"delay_s": -1},
-    "delay that is no number": {"delay_s": "soon"},
+    "delay that is text": {"delay_s": "soon"},
     "delay that never ends": {"delay_s": math.inf},
     "delay that is not a number": {"delay_s": math.nan},
     "delay of a year and a day": {"delay_s": 400 * DAY_S},
@@ -474,7 +474,7 @@ BAD_TASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("why", BAD_TASKS)
-def test_a_bad_task_is_refused_in_one_sentence_and_nothing_is_stored(tasks: Tasks, why: str) -> None:
+def test_a_bad_task_is_refused_with_a_one_line_error_and_nothing_is_stored(tasks: Tasks, why: str) -> None:
     bad: Any = {"agent": "a", "payload": 1, **BAD_TASKS[why]}
     with pytest.raises(Rejected) as single:
         tasks.enqueue(**bad)

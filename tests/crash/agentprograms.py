@@ -41,14 +41,14 @@ def register(engine: Engine, report: Report = lambda *_: None) -> None:
 
 
 def worker(report: Report, *, folder: str, name: str) -> None:
-    """Work for ever."""
+    """Work until killed."""
     engine = open_engine(folder)
     register(engine, report)
     asyncio.run(engine.run(concurrency=SLOTS, worker_id=name))
 
 
 def agents(report: Report, *, folder: str, names: list[str], first: int, early: bool = False) -> None:
-    """A coordinator with agents that request for ever. First they resume what they find open."""
+    """A coordinator with agents that request until killed. First they resume what they find open."""
     asyncio.run(_agents(report, folder, names, first, early=early))
 
 

@@ -187,7 +187,7 @@ def run_cluster(_count: int, _seed: int, tick: Tick) -> Tally:
             tally = _tally(asyncio.run(under_load(url, stop)), tick)
             queues = nodes[1].ctl("list_queues", "name", "type")
             if ".p2\tquorum" not in queues:
-                tally.breaks("the lanes of a cluster are no quorum queues")
+                tally.breaks("the lanes of a cluster are not quorum queues")
             return tally
         finally:
             for node in nodes:

@@ -77,7 +77,7 @@ class Server:
 
 
 class Load:
-    """Agents in threads of this process that request for ever."""
+    """Agents in threads of this process that request until killed."""
 
     def __init__(self, port: int, tokens: dict[str, str]) -> None:
         self.answers: dict[str, list[Any]] = {name: [] for name in tokens}

@@ -265,7 +265,7 @@ def test_relative_paths_keep_their_meaning(tmp_path: Path, monkeypatch: pytest.M
     assert list((tmp_path / "other").iterdir()) == []
 
 
-def test_invalid_values_raise_one_sentence(bus: Bus, queue: Queue, tmp_path: Path) -> None:
+def test_invalid_values_raise_a_one_line_error(bus: Bus, queue: Queue, tmp_path: Path) -> None:
     calls: list[Callable[[], object]] = [
         lambda: queue.send("ask", "x", ttl_s=10**4400),
         lambda: queue.poll("a", wait_s=10**400),

@@ -357,7 +357,7 @@ def refused_or_done(engine: Engine, call: Callable[[], Awaitable[Any]]) -> None:
 
 
 @pytest.mark.parametrize("field", sorted(FIELDS))
-def test_odd_values_of_a_field_are_refused_with_a_sentence(tmp_path: Path, field: str) -> None:
+def test_odd_values_of_a_field_are_refused_with_a_one_line_error(tmp_path: Path, field: str) -> None:
     with Engine.open(f"sqlite:///{tmp_path}/queue.db") as engine:
         for value in ODD_VALUES:
             fields = {"type": "tool_call", "org_id": "acme", "payload": {}, field: value}
@@ -383,14 +383,14 @@ def test_odd_values_of_a_field_are_refused_with_a_sentence(tmp_path: Path, field
         lambda engine, value: engine.dlq.list(limit=value),
     ],
 )
-def test_odd_arguments_are_refused_with_a_sentence(call: Any) -> None:
+def test_odd_arguments_are_refused_with_a_one_line_error(call: Any) -> None:
     with Engine.open("memory://") as engine:
         for value in ODD_VALUES:
             refused_or_done(engine, lambda value=value: call(engine, value))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("option", ["timeout_s", "service", "retry", "batch", "within_ms", "pool"])
-def test_odd_options_of_a_handler_are_refused_with_a_sentence(option: str) -> None:
+def test_odd_options_of_a_handler_are_refused_with_a_one_line_error(option: str) -> None:
     with Engine.open("memory://") as engine:
         for value in (b"x", object(), float("nan"), "\ud800", [1]):
             with pytest.raises(PostroomError):

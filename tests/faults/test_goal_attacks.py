@@ -42,7 +42,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     one.close()
 
 
-def test_what_does_not_fit_is_refused_in_one_sentence(world: EngineUnderTest) -> None:
+def test_what_does_not_fit_is_refused_with_a_one_line_error(world: EngineUnderTest) -> None:
     """Every method that takes an id or a value: an error of postroom, or nothing happens."""
     engine, goals = world.engine, world.engine.goals
     world.wait(goals.start("acme", "g"))

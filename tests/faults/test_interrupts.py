@@ -122,7 +122,7 @@ def test_interrupts_anywhere_lose_no_task_and_block_no_thread(tasks: Tasks, othe
     ending.set()
     for thread in threads:
         thread.join(HANG_GUARD_S)
-        assert not thread.is_alive(), "a writer waits for ever"
+        assert not thread.is_alive(), "a writer waits indefinitely"
     assert hits
     assert len(acknowledged) == len(set(acknowledged))
     for task_id in acknowledged:

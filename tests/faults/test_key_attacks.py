@@ -100,7 +100,7 @@ def test_encryption_killed_before_the_rewrite_rewrites_the_file_later(tmp_path: 
     assert holders(data) == []
     progress = encrypt(data, keys)
     assert progress is not None
-    assert progress.was_plain == 0  # and it is not rewritten for ever
+    assert progress.was_plain == 0  # and it is not rewritten again and again
 
 
 def test_a_full_disk_stops_an_encryption_which_continues_later(small_disk: Path, keys: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_key_is_not_added_on_a_full_disk_and_the_others_stay(small_disk: Path)
     assert [one.name for one in small_disk.iterdir() if "postroom" in one.name and one.suffix == ".tmp"] == []
 
 
-def test_a_truncated_key_file_is_one_sentence_and_the_copy_opens_the_store(
+def test_a_truncated_key_file_gives_a_one_line_error_and_the_copy_opens_the_store(
     tmp_path: Path, keys: Path
 ) -> None:
     data, whole = tmp_path / "run", keys.read_bytes()

@@ -511,7 +511,7 @@ def _can_connect(url: str) -> bool:
         ("postroom@HOST/postroom?sslmode=require", "server does not support SSL"),
     ],
 )
-def test_server_that_refuses_is_one_sentence_at_once(
+def test_server_that_refuses_gives_a_one_line_error_at_once(
     postgres: PostgresServer, address: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)

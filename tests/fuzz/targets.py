@@ -260,7 +260,7 @@ class YamlTarget(Target):
         except foreign_bus.DamagedRecord:
             return
         demand(len(data) <= foreign_bus.HEADER_BYTES_MAX, "a header over the limit was read")
-        demand(isinstance(fields, dict), fields, "is no mapping")
+        demand(isinstance(fields, dict), fields, "is not a mapping")
         _check_plain(fields, foreign_bus.YAML_DEPTH_MAX + 1)
         try:
             message = foreign_bus.foreign_message(data, b"body")
@@ -281,7 +281,7 @@ def _check_plain(value: Any, depth_left: int) -> None:
         for item in value:
             _check_plain(item, depth_left - 1)
     else:
-        demand(isinstance(value, str), repr(value), "is no text")
+        demand(isinstance(value, str), repr(value), "is not text")
 
 
 # ---- Queue -----------------------------------------------------------------------------------------

@@ -194,7 +194,7 @@ def test_retention_keeps_the_noted_head_valid() -> None:
     assert postroom("audit", "verify", "audit").line["head_known"] is True
 
 
-def test_a_damaged_head_raises_one_sentence() -> None:
+def test_a_damaged_head_raises_a_one_line_error() -> None:
     stream_of_tasks(1)
     Path("audit.head").write_bytes(b"\xff")
     assert "audit.head cannot be read as the head of a stream" in postroom("audit", "verify", "audit").error
@@ -212,7 +212,7 @@ def test_an_unwritable_head_file_does_not_stop_the_shipper(
         tasks.enqueue(agent="ada", payload=1)
     done = ship()
     assert (done.code, done.line["shipped"]) == (0, 2)
-    assert "could not be recorded beside the folder" in done.error
+    assert "could not be recorded next to the folder" in done.error
     assert not (tmp_path / "audit.head").exists()
 
 

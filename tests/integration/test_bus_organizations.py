@@ -81,7 +81,7 @@ def test_two_organizations_have_a_bus_of_the_same_name(opened: Buses) -> None:
     assert opened.names(PLAIN) == {"": []}
 
 
-def test_a_bus_of_an_operator_is_for_everybody(opened: Buses) -> None:
+def test_a_bus_of_an_operator_is_shared_by_all(opened: Buses) -> None:
     post(opened, "all", BOSS, "from the operator")
     for caller in (ADA, ZOE, PLAIN):
         post(opened, "all", caller, caller.name)
@@ -421,7 +421,7 @@ def test_a_restart_without_the_store_leaves_the_buses_to_operators(server: Serve
     assert len(server.get("boss", "/bus/plan/messages?org_id=acme").json["messages"]) == 1
 
 
-def test_a_removed_bus_ends_its_streams_with_a_sentence(server: Server) -> None:
+def test_a_removed_bus_ends_its_streams_with_a_one_line_error(server: Server) -> None:
     assert server.post("ada", "/bus/plan/messages", **NEWS).status == 201
     with server.stream("ann", "/bus/plan/messages") as stream:
         assert stream.take(1)[0].event == "message"

@@ -291,7 +291,7 @@ def test_encrypted_payloads_are_whole_with_the_key(tmp_path: Path, monkeypatch: 
         (("ship", "--mail", "nothing", "--to", "a"), "there is no mail server's data folder at nothing"),
     ],
 )
-def test_a_wrong_call_is_one_sentence(arguments: tuple[str, ...], says: str) -> None:
+def test_a_wrong_call_gives_a_one_line_error(arguments: tuple[str, ...], says: str) -> None:
     done = postroom("audit", *arguments)
     assert done.code == (2 if "a" in arguments and "--to" not in arguments else done.code)
     assert done.code in (1, 2)

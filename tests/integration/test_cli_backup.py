@@ -98,7 +98,9 @@ def test_wrong_targets_are_refused_and_stay_as_they_are(tmp_path: Path) -> None:
         "there is no backup"
         in postroom("restore", "--from", tmp_path / "none", "--data", tmp_path / "x").error
     )
-    assert "is no backup" in postroom("restore", "--from", data / "queue.db", "--data", tmp_path / "x").error
+    assert (
+        "is not a backup" in postroom("restore", "--from", data / "queue.db", "--data", tmp_path / "x").error
+    )
     assert not (tmp_path / "x").exists()
     (tmp_path / "empty").mkdir()
     assert postroom("restore", "--from", out, "--data", tmp_path / "empty").code == 0
@@ -129,7 +131,7 @@ class Writers:
             thread.join()
 
 
-def test_backups_beside_writing_servers_restore_to_folders_that_verify(tmp_path: Path) -> None:
+def test_backups_while_servers_write_restore_to_folders_that_verify(tmp_path: Path) -> None:
     data = tmp_path / "run"
     (tmp_path / "postroom.toml").write_text("[audit]\nseal_after_s = 0.2\n")
     with running(data) as up:
@@ -353,7 +355,7 @@ def test_hostile_archives_write_nothing_outside_the_folder(tmp_path: Path) -> No
     assert postroom("restore", "--from", fine, "--data", tmp_path / "again").code == 0
 
 
-def test_a_full_disk_is_one_sentence_and_leaves_nothing(small_disk: Path, tmp_path: Path) -> None:
+def test_a_full_disk_gives_a_one_line_error_and_leaves_nothing(small_disk: Path, tmp_path: Path) -> None:
     data = filled_folder(tmp_path / "run", tasks=10, size=100_000)
     out = tmp_path / "run.tar"
     assert postroom("backup", "--data", data, "--out", out).code == 0

@@ -168,7 +168,7 @@ WRONG_CALLS: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_CALLS)
-def test_a_wrong_call_is_one_sentence_and_exit_code_2(case: str) -> None:
+def test_a_wrong_call_gives_a_one_line_error_and_exit_code_2(case: str) -> None:
     arguments, expected = WRONG_CALLS[case]
     done = postroom("bus", *arguments)
     assert (done.code, done.raw) == (2, b"")
@@ -177,7 +177,7 @@ def test_a_wrong_call_is_one_sentence_and_exit_code_2(case: str) -> None:
     assert not Path("b").exists()
 
 
-def test_failures_are_one_sentence_and_exit_code_1(path: Path) -> None:
+def test_failures_give_a_one_line_error_and_exit_code_1(path: Path) -> None:
     post(path)
     Path("link.yaml").symlink_to(path)
     common = ("--type", "t", "--project", "p")
@@ -672,7 +672,7 @@ def test_reports_on_a_terminal_are_text(path: Path, tmp_path: Path) -> None:
         ("read",), ("tail",), ("query",), ("count",), ("verify",), ("rotate",), ("follow", "--timeout", "0"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_not_a_bus_is_refused_in_one_sentence(command: tuple[str, ...]) -> None:
+def test_a_file_that_is_not_a_bus_is_refused_with_a_one_line_error(command: tuple[str, ...]) -> None:
     Path("README.md").write_text("# A project\n\nSome text.\n")
     done = postroom("bus", command[0], "--bus", "README.md", *command[1:])
     assert (done.code, done.out) == (1, "")

@@ -88,7 +88,7 @@ def test_verify_sums_up_a_folder_without_any_messages(tmp_path: Path) -> None:
     assert postroom("verify", "--data", tmp_path, "--json").line == summary
 
 
-def test_a_folder_of_something_else_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_of_something_else_gives_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "file").write_text("x")
     for command in ("doctor", "verify"):
@@ -200,7 +200,7 @@ def test_all_is_well_after_the_traffic_of_a_demo_with_a_bus(tmp_path: Path) -> N
     assert stat.S_IMODE((data / "buses").stat().st_mode) == 0o700
 
 
-def test_the_doctor_works_beside_running_servers(tmp_path: Path) -> None:
+def test_the_doctor_works_while_servers_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with running(folder) as up:
         token = up.token
@@ -216,7 +216,7 @@ def test_the_doctor_works_beside_running_servers(tmp_path: Path) -> None:
         assert "is well" in shown.out
 
 
-def test_a_newer_format_is_refused_with_one_sentence(data: Path) -> None:
+def test_a_newer_format_is_refused_with_a_one_line_error(data: Path) -> None:
     with closing(sqlite3.connect(data / "queue.db")) as connection:
         connection.execute("PRAGMA user_version = 99")
     result = postroom("doctor", "--data", data)
@@ -263,7 +263,7 @@ def test_encrypted_values_on_postgresql_are_decrypted_and_nothing_is_noted(
     assert postroom("--key-file", keys, "doctor", "--data", database, "--quick").code == 0
 
 
-def test_the_store_of_the_settings_is_looked_at_beside_the_folder(
+def test_the_store_of_the_settings_is_checked_in_addition_to_the_folder(
     database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
@@ -343,7 +343,7 @@ def test_reading_the_copy_that_a_move_has_left_is_a_warning(
         assert result.line["totals"] != there.line["totals"]
 
 
-def test_a_read_only_file_system_is_no_damage(small_disk: Path, tmp_path: Path) -> None:
+def test_a_read_only_file_system_is_not_damage(small_disk: Path, tmp_path: Path) -> None:
     data = small_disk / "run"
     assert postroom("tasks", "enqueue", "--data", data, "--agent", "triage", "--payload", "1").code == 0
     commands: list[list[Any]] = [

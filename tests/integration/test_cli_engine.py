@@ -219,7 +219,7 @@ def test_options_of_a_submit_reach_the_message() -> None:
         (["work", "--app", "app:engine", "--min-workers", "3", "--max-workers", "2"], "is below"),
     ],
 )
-def test_a_wrong_call_is_one_sentence(arguments: list[str], error: str) -> None:
+def test_a_wrong_call_gives_a_one_line_error(arguments: list[str], error: str) -> None:
     Path("broken.py").write_text("1 / 0")
     result = postroom("engine", *arguments)
     assert result.code == 2, result.errors

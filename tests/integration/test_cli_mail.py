@@ -61,14 +61,14 @@ def test_a_second_server_of_a_folder_is_refused(server: MailServer) -> None:
     assert done.error == said
 
 
-def test_a_port_in_use_is_one_sentence_and_leaves_no_files(tmp_path: Path, server: MailServer) -> None:
+def test_a_port_in_use_gives_a_one_line_error_and_leaves_no_files(tmp_path: Path, server: MailServer) -> None:
     done = run("postroom", "mail", "serve", "--data", tmp_path / "run" / "other", "--port", server.port)
     assert (done.code, done.raw) == (1, b"")
     assert done.error == f"postroom: cannot listen on 127.0.0.1 port {server.port}: Address already in use"
     assert not (tmp_path / "run").exists()
 
 
-def test_an_invalid_host_is_one_sentence(tmp_path: Path) -> None:
+def test_an_invalid_host_gives_a_one_line_error(tmp_path: Path) -> None:
     done = run("postroom", "mail", "serve", "--data", tmp_path / "data", "--host", "no host", "--port", 0)
     assert (done.code, done.raw) == (1, b"")
     assert done.error.startswith("postroom: cannot listen on no host port 0: ")
@@ -96,7 +96,7 @@ def test_a_symlinked_event_file_is_refused(tmp_path: Path) -> None:
         (["--normal", "never"], "--normal"),
     ],
 )
-def test_a_wrong_call_of_serve_is_one_sentence(options: list[str], sentence: str) -> None:
+def test_a_wrong_call_of_serve_gives_a_one_line_error(options: list[str], sentence: str) -> None:
     Path("users").write_text("ada:x\nbob\n")
     done = mail("serve", "--data", "data", "--port", 0, *options)
     assert (done.code, done.raw) == (2, b"")
@@ -304,7 +304,7 @@ def environ() -> dict[str, str]:
         (["discover", "--tls-ca", "missing"], 2, "cannot use the certificates in missing"),
     ],
 )  # fmt: skip
-def test_an_error_is_one_sentence(arguments: list[str], code: int, sentence: str) -> None:
+def test_an_error_is_one_line(arguments: list[str], code: int, sentence: str) -> None:
     done = mail(*arguments)
     assert (done.code, done.raw) == (code, b"")
     assert sentence in done.error

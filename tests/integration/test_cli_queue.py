@@ -209,7 +209,7 @@ WRONG_CALLS: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_CALLS)
-def test_a_wrong_call_is_one_sentence_and_exit_code_2(case: str, root: Path) -> None:
+def test_a_wrong_call_gives_a_one_line_error_and_exit_code_2(case: str, root: Path) -> None:
     arguments, expected = WRONG_CALLS[case]
     done = postroom("queue", *arguments)
     assert (done.code, done.raw) == (2, b"")

@@ -285,7 +285,7 @@ def test_retry_prints_the_outcome_and_keeps_the_attempts(where: tuple[str, ...],
     assert tasks_command("next", *where, "--agent", agent)["attempt"] == 2
 
 
-def test_stale_leases_and_unknown_tasks_are_one_sentence(where: tuple[str, ...], agent: str) -> None:
+def test_stale_leases_and_unknown_tasks_give_a_one_line_error(where: tuple[str, ...], agent: str) -> None:
     task_id = tasks_command("enqueue", *where, "--agent", agent, "--payload", "1")["task_id"]
     lease = tasks_command("next", *where, "--agent", agent)["lease"]
     stale = postroom("tasks", "complete", task_id, *where, "--lease", lease + 1)
@@ -325,7 +325,7 @@ WRONG_CALLS: dict[str, tuple[list[str], str]] = {
     "nowhere": (["status"], "--data"),
     "two places": (["status", *DATA, "--url", "http://127.0.0.1:1"], "--data and --url name two places"),
     "file in place of a folder": (["enqueue", "--data", "data/queue.db", "--agent", "a"], "is a file"),
-    "payload that is no text": (
+    "payload that is not text": (
         ["enqueue", *DATA, "--agent", "a", "--payload", '"\udcff"'],
         "not UTF-8 text",
     ),
@@ -345,7 +345,7 @@ WRONG_CALLS: dict[str, tuple[list[str], str]] = {
     "no agent to take for": (["next", *DATA], "--agent"),
     "no payload": (["enqueue", *DATA, "--agent", "a"], "--payload"),
     "two payloads": (["enqueue", *DATA, "--agent", "a", "--payload", "1", "--payload-file", "x"], "once"),
-    "payload that is no JSON": (["enqueue", *DATA, "--agent", "a", "--payload", "{"], "not JSON"),
+    "payload that is not JSON": (["enqueue", *DATA, "--agent", "a", "--payload", "{"], "not JSON"),
     "bad agent": (["enqueue", *DATA, "--agent", "../x", "--payload", "1"], "'../x'"),
     "bad id": (["enqueue", *DATA, "--agent", "a", "--payload", "1", "--task-id", "a b"], "'a b'"),
     "endless delay": (["enqueue", *DATA, "--agent", "a", "--payload", "1", "--delay-s", "inf"], "inf"),
@@ -359,7 +359,7 @@ WRONG_CALLS: dict[str, tuple[list[str], str]] = {
         "two places",
     ),
     "no lease": (["complete", "t1", *DATA], "--lease"),
-    "lease that is no number": (["complete", "t1", *DATA, "--lease", "x"], "--lease"),
+    "lease that is not a number": (["complete", "t1", *DATA, "--lease", "x"], "--lease"),
     "no task": (["show", *DATA], "TASK_ID"),
     "lease of no length": (["next", *DATA, "--agent", "a", "--lease-s", "0"], "lease_s"),
     "unknown state": (
@@ -375,7 +375,7 @@ WRONG_CALLS: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_CALLS)
-def test_a_wrong_call_is_one_sentence_and_exit_code_2(case: str) -> None:
+def test_a_wrong_call_gives_a_one_line_error_and_exit_code_2(case: str) -> None:
     arguments, expected = WRONG_CALLS[case]
     with Tasks.open("sqlite:///data/queue.db") as tasks:
         tasks.enqueue(agent="a", payload=1)
@@ -464,7 +464,7 @@ def test_the_choices_of_a_missing_option_stand_on_the_same_line() -> None:
     assert "\\t" not in done.error
 
 
-def test_a_settings_file_that_is_not_text_is_one_sentence() -> None:
+def test_a_settings_file_that_is_not_text_gives_a_one_line_error() -> None:
     Path("postroom.toml").write_bytes(b"\xff\xfe")
     done = postroom("bus", "tail", "--bus", "bus.yaml")
     assert (done.code, done.raw) == (2, b"")
@@ -477,7 +477,7 @@ def test_a_system_file_as_the_store_is_refused_and_untouched(arguments: tuple[st
     Path("data/queue.db").write_bytes(b"root:x:0:0::/root:/bin/sh\n")
     done = postroom("tasks", arguments[0], "--data", "data", *arguments[1:])
     assert (done.code, done.raw) == (1, b"")
-    assert "is not a store of tasks: it is no SQLite database" in done.error
+    assert "is not a store of tasks: it is not a SQLite database" in done.error
     assert os.listdir("data") == ["queue.db"]
     assert Path("data/queue.db").read_bytes() == b"root:x:0:0::/root:/bin/sh\n"
 
@@ -491,7 +491,7 @@ def test_an_invalid_call_refused_by_a_harness_has_exit_code_2(
     assert "agent" in done.error
 
 
-def test_failures_are_one_sentence_and_exit_code_1(harness: Harness) -> None:
+def test_failures_give_a_one_line_error_and_exit_code_1(harness: Harness) -> None:
     assert postroom("tasks", "agent", "add", "known", *DATA).code == 0
     for arguments, expected in (
         (("status", "--data", "nothing"), "there are no tasks in nothing"),
@@ -641,7 +641,7 @@ def test_a_harness_has_a_longest_lease(tmp_path: Path) -> None:
         assert (done.code, "lease_s_max must be" in done.error) == (2, True)
 
 
-def test_a_port_in_use_is_one_sentence(harness: Harness, tmp_path: Path) -> None:
+def test_a_port_in_use_gives_a_one_line_error(harness: Harness, tmp_path: Path) -> None:
     done = finish(start("postroom", "tasks", "serve", "--data", tmp_path / "x", "--port", harness.port))
     assert done.code == 1
     assert f"port {harness.port}: another program listens there, so choose another port" in done.error
@@ -846,7 +846,7 @@ def test_after_the_grace_the_program_ends_and_its_task_is_released(
     assert ended.exists()
 
 
-def test_an_unknown_token_ends_the_work_in_one_sentence(harness: Harness) -> None:
+def test_an_unknown_token_ends_the_work_with_a_one_line_error(harness: Harness) -> None:
     where = ("--url", harness.url, "--agent", "a", "--token", "pr_wrong")
     done = finish(start("postroom", "tasks", "work", *where, "--exec", "true"))
     assert done.code == 1

@@ -113,7 +113,7 @@ def test_errors_are_those_of_the_folder(up: Running, data: Path, words: tuple[st
     assert (over_http.code, over_http.raw, over_http.error) == (local.code, b"", local.error)
 
 
-def test_callers_that_may_not_are_refused_in_one_sentence(up: Running, data: Path) -> None:
+def test_callers_without_permission_are_refused_with_a_one_line_error(up: Running, data: Path) -> None:
     operator = TokenRegistry(data).create("operator").token
     for words in (("list",), ("revoke", "x"), ("create", "--role", "admin"), ("rotate", "x")):
         assert "admin" in remote(up, *words, token=operator).error

@@ -32,7 +32,7 @@ def test_once_in_a_pipe_is_one_json_object(folder: Path) -> None:
     assert found["organizations"][0]["lanes"] == [0, 1, 0, 0]
 
 
-def test_a_folder_without_a_store_is_one_sentence(folder: Path) -> None:
+def test_a_folder_without_a_store_gives_a_one_line_error(folder: Path) -> None:
     refused = postroom("top", "--data", folder / "nothing", "--once")
     assert refused.code == 1
     assert "there are no messages in" in refused.error

@@ -171,7 +171,7 @@ def test_a_revoked_token_ends_its_open_connection(tmp_path: Path) -> None:
         until(lambda: up.get("/queue/status", made["token"])[0] == 401)
 
 
-def test_a_port_in_use_is_one_sentence_and_leaves_no_process(tmp_path: Path) -> None:
+def test_a_port_in_use_gives_a_one_line_error_and_leaves_no_process(tmp_path: Path) -> None:
     with running(tmp_path / "one", "--no-audit", "--no-mail") as up:
         port = up.http.rsplit(":", 1)[1]
         refused = finish(
@@ -194,7 +194,7 @@ def test_a_second_up_of_a_folder_is_refused_and_changes_nothing(tmp_path: Path) 
         assert up.parts(data) == before
 
 
-def test_another_address_than_loopback_needs_tls(tmp_path: Path) -> None:
+def test_an_address_other_than_loopback_needs_tls(tmp_path: Path) -> None:
     refused = postroom("up", "--data", tmp_path / "run", "--host", "192.0.2.1")
     assert refused.code == 2
     assert "tokens would cross the network in the clear" in refused.errors
@@ -298,7 +298,7 @@ def test_all_parts_use_the_store_and_no_process_shows_its_password(tmp_path: Pat
     assert not any(b"hidden-word" in path.read_bytes() for path in data.rglob("*") if path.is_file())
 
 
-def test_an_address_that_is_no_store_is_refused_without_the_password(tmp_path: Path) -> None:
+def test_an_address_that_is_not_a_store_is_refused_without_the_password(tmp_path: Path) -> None:
     for store in ("postgre://me:hidden-word@host/db", "memory://"):
         refused = postroom("up", "--data", tmp_path / "run", "--store", store)
         assert refused.code in (1, 2)

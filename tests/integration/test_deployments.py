@@ -64,7 +64,7 @@ def check_health(url: str) -> None:
 
 
 @pytest.mark.parametrize("words", SERVERS)
-def test_a_server_of_deploy_gets_ready_and_stops(
+def test_a_server_of_the_deploy_folder_becomes_ready_and_stops(
     words: list[str], database: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with running(words, database, monkeypatch, tmp_path) as facts:

@@ -227,7 +227,7 @@ def test_the_commands_work_through_a_server(command: Any, worker: Engine) -> Non
     assert command("dlq", "list", "--org", "shell").lines == []
 
 
-def test_refusals_of_a_server_are_one_sentence(command: Any) -> None:
+def test_refusals_of_a_server_give_a_one_line_error(command: Any) -> None:
     refused = command("pause", who="caller")
     assert (refused.code, "only an operator" in refused.error) == (1, True)
     unknown = command("explain", "0190163d-8694-739b-aea5-966c26f8ad92", who="caller")

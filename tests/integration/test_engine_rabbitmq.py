@@ -336,7 +336,7 @@ async def test_messages_keep_their_priority_when_all_have_aged(any_url: str) -> 
 
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
-async def test_aged_bulk_does_not_stop_fresh_messages_of_others(any_url: str) -> None:
+async def test_aged_bulk_does_not_stop_fresh_messages_of_other_organizations(any_url: str) -> None:
     policy = Policy(promote_after_s=(3_600, 0.1, 0.1))
     with Engine.open(any_url, policy) as engine:
         order: list[str] = []
@@ -640,7 +640,7 @@ def test_commands_take_the_address_of_a_broker(
     wrong = postroom("engine", "status", "--data", any_url.replace("ledger=", "colour=red&ledger="))
     assert wrong.code == 2
     assert "guest:guest" not in wrong.errors
-    assert "'colour' is no option of a broker" in wrong.errors
+    assert "'colour' is not an option of a broker" in wrong.errors
 
 
 async def _worked(engine: Engine, message_id: str) -> None:
@@ -648,7 +648,7 @@ async def _worked(engine: Engine, message_id: str) -> None:
         assert await engine.handle(message_id).result(timeout_s=HANG_GUARD_S) == 1
 
 
-def test_a_missing_pika_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_pika_gives_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pika", None)
     with pytest.raises(InvalidSetting, match=r"install postroom\[rabbitmq\]"):
         Engine.open("amqp://h/?ledger=memory://")

@@ -190,7 +190,7 @@ def test_every_loop_survives_a_store_that_fails(tmp_path: Path) -> None:
 
 
 def test_a_decision_that_keeps_failing_ends_in_the_dead_letters(env: Env) -> None:
-    """Foreman retried a decision whose execution raises for ever."""
+    """Foreman retried a decision whose execution always raises."""
     attempts: list[int] = []
 
     def execute(decision: LeasedTask) -> None:

@@ -87,7 +87,7 @@ def test_routes_that_need_a_token_or_tell_nothing_take_every_name(server: Server
     assert server.call("/health", "postroom.svc")[0] == 200
 
 
-def test_a_host_that_is_no_name_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_host_that_is_not_a_name_is_refused_at_the_start(tmp_path: Path) -> None:
     done = postroom("tasks", "serve", "--data", tmp_path, "--port", 0, "--allowed-hosts", "http://a.example")
     assert done.code == 2
     assert "'http://a.example' is not allowed" in done.error

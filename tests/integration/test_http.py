@@ -501,7 +501,7 @@ def test_a_refusal_repeats_no_secret(server: Server) -> None:
     "raw",
     [b"", b"{", b"[]", b"null", b'"x"', b"\xff", b"[" * 50_000, b'{"task_id": 5}', b'{"unknown": 1}', b"NaN"],
 )
-def test_an_invalid_body_is_refused_in_one_sentence(server: Server, raw: bytes) -> None:
+def test_an_invalid_body_is_refused_with_a_one_line_error(server: Server, raw: bytes) -> None:
     for path in ("/queue/next", "/queue/complete", "/queue/enqueue", "/harness/result", "/bus/b/messages"):
         answer = server.send("boss", "POST", path, raw=raw)
         assert (answer.status, answer.json["error"]) == (400, "InvalidMessage"), path
@@ -775,7 +775,7 @@ def test_an_idempotency_key_belongs_to_its_sender(server: Server) -> None:
         server.agents.remove(name)
 
 
-def test_a_task_of_others_and_no_task_get_the_same_answer(server: Server) -> None:
+def test_a_foreign_task_and_an_unknown_one_get_the_same_answer(server: Server) -> None:
     server.tokens["planner"] = server.agents.add("planner", may_send_to=["triage"])
     task_id = server.enqueue("triage")
     lease = server.claim("triage")["lease"]

@@ -133,7 +133,9 @@ def test_an_admin_of_one_organization_keeps_to_it(world: World, of_acme: str) ->
     assert world.call(everywhere["token"], "/whoami")[1]["org"] == ""
 
 
-def test_an_admin_of_one_organization_gives_no_right_over_tasks_of_others(world: World, of_acme: str) -> None:
+def test_an_admin_of_one_organization_gives_no_right_over_tasks_of_other_organizations(
+    world: World, of_acme: str
+) -> None:
     world.tokens.create("agent", "other", "theirs")
     world.tokens.create("agent", "acme", "ours")
     for right in ("may_send_to", "may_claim", "may_read"):

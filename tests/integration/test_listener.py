@@ -123,7 +123,7 @@ def test_a_request_that_does_not_end_is_refused(place: Place, part: bytes) -> No
 
 CHUNKED = b"POST /queue/next HTTP/1.1\r\nAuthorization: Bearer %b\r\nTransfer-Encoding: chunked\r\n\r\n"
 REFUSED = {
-    400: b"this is no HTTP\r\n\r\n",
+    400: b"this is not HTTP\r\n\r\n",
     413: CHUNKED + b"1;" + b"x" * (FRAMING_BYTES_MAX + 100),
     431: b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * (HEADERS_MAX + 1) + b"\r\n",
 }

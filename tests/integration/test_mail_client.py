@@ -334,7 +334,7 @@ WORDS: list[Any] = ["hihg", 1, None, ["high"], "HIGH"]
         (lambda _, __, value: Mail(tls=value), [True, "ca.pem"], "tls must be an ssl.SSLContext, not "),
     ],
 )  # fmt: skip
-def test_arguments_of_the_wrong_kind_are_one_sentence(
+def test_arguments_of_the_wrong_kind_give_a_one_line_error(
     mail: Mail, call: Callable[[Mail, str, Any], object], values: list[Any], sentence: str
 ) -> None:
     box = mail.create(ttl_s=60)

@@ -260,7 +260,7 @@ def test_old_folder_is_refused_when_its_stream_names_a_lost_store(
         assert up.is_ready()
 
 
-def test_rotated_and_archived_buses_are_no_loss(data: Path) -> None:
+def test_rotated_and_archived_buses_are_not_a_loss(data: Path) -> None:
     assert postroom("bus", "rotate", "--bus", data / "buses" / "news.yaml").code == 0
     assert postroom("verify", "--data", data).code == 0
     with running(data, *HTTP_ONLY) as up:
@@ -282,7 +282,7 @@ def test_restored_folder_verifies_and_starts(data: Path, tmp_path: Path) -> None
         assert up.is_ready()
 
 
-def test_rest_of_a_stream_with_a_loss_stays_beside_the_new_one(data: Path) -> None:
+def test_rest_of_a_stream_with_a_loss_stays_next_to_the_new_one(data: Path) -> None:
     segment = sealed(data)
     content = segment.read_bytes()
     remove_segment(data)

@@ -265,7 +265,7 @@ def test_an_engine_calls_tools_of_a_server_over_http_with_its_token(server: Serv
     asyncio.run(main())
 
 
-def test_wrong_options_are_one_sentence() -> None:
+def test_wrong_options_give_a_one_line_error() -> None:
     assert "--data DIR or --url URL" in postroom("mcp").errors
     assert "--role agent needs --agent NAME" in postroom("mcp", "--data", "run", "--role", "agent").errors
     assert "needs a token" in postroom("mcp", "--url", "http://127.0.0.1:1").errors

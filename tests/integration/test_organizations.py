@@ -665,7 +665,7 @@ def test_a_bus_belongs_to_the_organization_that_created_it(world: World) -> None
     assert len(world.call(world.other, path)[1]["messages"]) == 1
 
 
-def test_a_bus_of_an_operator_is_for_every_organization(world: World) -> None:
+def test_a_bus_of_an_operator_is_shared_by_all_organizations(world: World) -> None:
     path = "/bus/for-all/messages"
     for token in (world.up.token or "", world.acme, world.other):
         assert world.call(token, path, NEWS)[0] == 201

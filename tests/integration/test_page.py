@@ -528,7 +528,7 @@ def test_a_dead_letter_is_replayed_after_a_preview(world: PageWorld, page: Page)
     expect(page.get_by_text("No dead letter fits.")).to_be_visible()
 
 
-def test_a_failed_attempt_that_was_not_retried_is_no_retry(world: PageWorld, page: Page) -> None:
+def test_a_failed_attempt_that_was_not_retried_is_not_a_retry(world: PageWorld, page: Page) -> None:
     [dead] = world.run({"org_id": "failed", "payload": {"fail": "once"}})
     page.goto(f"{world.url}/#/messages/{dead}")
     expect(page.locator(".facts div").filter(has_text="failed attempts")).to_have_text(
@@ -699,7 +699,7 @@ def test_a_bus_is_a_live_conversation_with_threads(world: PageWorld, page: Page)
     expect(thread).to_contain_text("Yes, today.")
 
 
-def test_the_report_stands_beside_the_live_numbers(world: PageWorld, page: Page) -> None:
+def test_the_report_is_shown_with_the_live_numbers(world: PageWorld, page: Page) -> None:
     page.goto(f"{world.url}/#/report")
     frame = page.frame_locator("iframe")
     plots = frame.locator("svg")

@@ -340,7 +340,7 @@ def test_the_standard_variables_choose_the_signals(environ: dict[str, str], sign
     ("variable", "value"),
     [("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json"), ("OTEL_EXPORTER_OTLP_LOGS_PROTOCOL", "thrift")],
 )
-def test_a_wrong_protocol_is_one_sentence_and_stops_nothing(
+def test_a_wrong_protocol_gives_a_one_line_error_and_stops_nothing(
     caplog: pytest.LogCaptureFixture, variable: str, value: str
 ) -> None:
     environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", variable: value}

@@ -110,7 +110,7 @@ def test_a_handshake_that_takes_too_long_is_a_refusal(tmp_path: Path) -> None:
     serve(tmp_path, work, handshake_s=SHORT_S)
 
 
-def test_a_silent_connection_is_closed_and_is_no_refusal(tmp_path: Path) -> None:
+def test_a_silent_connection_is_closed_and_is_not_a_refusal(tmp_path: Path) -> None:
     async def work(place: Place) -> None:
         reader, writer = await place.connect()
         assert await reader.read() == b""

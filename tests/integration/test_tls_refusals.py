@@ -114,7 +114,7 @@ def test_a_failed_handshake_is_an_event_with_its_reason(world: World, client: An
     assert world.refused(why)[0]["address"].startswith("127.0.0.1:")
 
 
-def test_silent_connection_is_no_event_and_does_not_stop_the_server(world: World) -> None:
+def test_silent_connection_is_not_an_event_and_does_not_stop_the_server(world: World) -> None:
     before = len(rejected(world.data))
     for _ in range(3):
         world.connect(world.up.http).close()

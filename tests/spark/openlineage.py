@@ -144,4 +144,4 @@ def _require_object(value: Any, kind: Any, place: str) -> None:
         if name.endswith("schemaURL") and item != kind._get_schema():
             raise ValueError(f"{place}.{name} is {item}, and not {kind._get_schema()}")
         if name.endswith("producer") and not urlsplit(item).scheme:
-            raise ValueError(f"{place}.{name} is no URI")
+            raise ValueError(f"{place}.{name} is not a URI")

@@ -58,7 +58,7 @@ def test_dead_letters_of_a_service_that_was_away_are_replayed() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, "wait", Advice("jump"), Advice("wait", 2.0), Advice("wait", True)])
-def test_an_answer_that_does_not_fit_is_no_advice(wrong: Any) -> None:
+def test_an_answer_that_does_not_fit_is_not_advice(wrong: Any) -> None:
     assert not advice.is_valid(wrong, question("conflict", {}))
 
 

@@ -51,7 +51,7 @@ def test_a_name_that_may_lead_out_of_the_folder_is_refused(name: str) -> None:
         checked_manifest(encoded(replace(MANIFEST, members=[replace(MEMBER, name=name)])), {"store": 6})
 
 
-def test_newer_formats_are_refused_with_one_sentence() -> None:
+def test_newer_formats_are_refused_with_a_one_line_error() -> None:
     head = BackupHead(FORMAT, "1.0", "now")
     assert checked_head(encoded(head)) == head
     with pytest.raises(Rejected, match="it has format 2 and was written by postroom 9"):

@@ -237,7 +237,7 @@ def test_a_large_batch_is_measured_message_by_message(monkeypatch: pytest.Monkey
         ({"body": "\udcc3\udca9"}, "the body holds lone surrogates, which are not Unicode text"),
     ],
 )
-def test_a_wrong_field_is_refused_in_one_sentence(fields: dict[str, Any], sentence: str) -> None:
+def test_a_wrong_field_is_refused_with_a_one_line_error(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidMessage) as caught:
         wire(**fields)
     assert str(caught.value) == sentence

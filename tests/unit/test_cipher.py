@@ -68,7 +68,7 @@ def test_a_payload_belongs_to_its_event() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "A", "AAAA", "!", "A" * 64, "ü"])
-def test_a_changed_payload_raises_with_one_sentence(text: str) -> None:
+def test_a_changed_payload_raises_a_one_line_error(text: str) -> None:
     with pytest.raises(UnreadablePayload, match="or the payload was changed"):
         Cipher({"k": KEY}).decrypt(replace(EVENT, payload=f"enc:1:k:{text}"))
 
@@ -84,7 +84,7 @@ def test_every_changed_character_is_detected() -> None:
             cipher.decrypt(replace(sealed, payload=changed))
 
 
-def test_a_wrong_or_missing_key_raises_with_one_sentence() -> None:
+def test_a_wrong_or_missing_key_raises_a_one_line_error() -> None:
     sealed = Cipher({"k": KEY}).encrypt(EVENT)
     with pytest.raises(UnreadablePayload, match="this is another key of that name"):
         Cipher({"k": KEY[::-1]}).decrypt(sealed)

@@ -402,7 +402,7 @@ def test_the_last_retry_raises_the_reason() -> None:
         assert len(server.requests) == 3
 
 
-def test_a_refused_connection_raises_one_sentence() -> None:
+def test_a_refused_connection_raises_a_one_line_error() -> None:
     with harness(NONE) as server:
         pass
     with client_of(server, retries=0) as client, pytest.raises(Unreachable, match=re.escape(server.url)):
@@ -561,7 +561,7 @@ WRONG_ARGUMENTS: dict[str, Callable[[TaskClient], object]] = {
 
 
 @pytest.mark.parametrize("sentence", WRONG_ARGUMENTS)
-def test_a_wrong_argument_is_one_sentence_and_nothing_is_sent(sentence: str) -> None:
+def test_a_wrong_argument_gives_a_one_line_error_and_nothing_is_sent(sentence: str) -> None:
     with harness(NONE) as server, client_of(server) as client:
         with pytest.raises(InvalidMessage) as raised:
             WRONG_ARGUMENTS[sentence](client)

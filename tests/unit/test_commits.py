@@ -58,7 +58,7 @@ def test_reads_do_not_wait_for_blocking_calls_of_the_program() -> None:
     commits.close()
 
 
-def test_a_wake_up_for_a_closed_event_loop_is_no_error() -> None:
+def test_a_wake_up_for_a_closed_event_loop_is_not_an_error() -> None:
     waiters = EndWaiters()
     loop = asyncio.new_event_loop()
 

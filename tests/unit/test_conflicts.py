@@ -54,7 +54,7 @@ def test_capacity_counts_all_active_operations() -> None:
         {"target": "t", "constraints": {"at_most": 0}}, {"target": "t", "extra": 1}, {"target": "a\x1fb"},
     ],
 )  # fmt: skip
-def test_operation_that_does_not_fit_is_refused_in_one_sentence(value: Any) -> None:
+def test_operation_that_does_not_fit_is_refused_with_a_one_line_error(value: Any) -> None:
     with pytest.raises(ValueError, match=r"operation|resource|at_most"):
         checked(value)
 

@@ -197,7 +197,7 @@ def test_commands_name_the_store_of_the_messages() -> None:
     assert commands["poison"] == "postroom tasks list --data postgres://x --agent q --state DEAD_LETTER"
 
 
-def test_an_expired_token_is_told_but_is_no_trouble() -> None:
+def test_an_expired_token_is_reported_but_is_not_a_problem() -> None:
     findings = diagnose(with_token(NOW_US - 1))
     assert worst(findings) == "ok"
     assert (

@@ -126,7 +126,7 @@ def test_a_sender_reads_its_task_and_does_not_claim_it() -> None:
     ]  # fmt: skip
 
 
-def test_a_bus_of_no_organization_is_for_everybody() -> None:
+def test_a_bus_without_an_organization_is_shared_by_all() -> None:
     assert all(permit(caller, "bus.read", Owner("")) for caller in ALL.values())
     assert not permit(PLAIN, "message.submit", of_organization(PLAIN.org))
 

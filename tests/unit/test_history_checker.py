@@ -165,7 +165,7 @@ def test_delivery_of_a_rejected_message_is_a_violation(story: Story) -> None:
     assert only(story).rule == "unknown"
 
 
-def test_messages_accepted_before_the_range_are_no_violation() -> None:
+def test_messages_accepted_before_the_range_are_not_a_violation() -> None:
     story = Story(first=100)
     story.complete(57)
     story.tell("heartbeat", "b", lease=60)
@@ -253,7 +253,7 @@ def test_event_after_release_is_an_overlap(story: Story) -> None:
 @pytest.mark.parametrize(
     "ways", [["released"], ["execution_failed", "retry_scheduled", "enqueued"], ["lease_lapsed", "enqueued"]]
 )
-def test_consecutive_leases_are_no_violation(story: Story, ways: list[Any]) -> None:
+def test_consecutive_leases_are_not_a_violation(story: Story, ways: list[Any]) -> None:
     story.accept()
     lease = story.lease()
     story.tell("heartbeat", lease=lease)
@@ -382,7 +382,7 @@ def test_replay_of_an_open_message_is_a_violation(story: Story) -> None:
     assert proof(only(story)) == ("terminal", "m", (accepted, replayed))
 
 
-def test_replay_after_an_unseen_end_is_no_violation() -> None:
+def test_replay_after_an_unseen_end_is_not_a_violation() -> None:
     later = Story(first=100)
     later.tell("replayed")
     assert found(later) == []
@@ -412,7 +412,7 @@ def test_replay_reopens_a_message(story: Story) -> None:
     assert (result.violations, result.accepted, result.ended, result.open) == ([], 1, 1, 0)
 
 
-def test_allowed_events_after_an_end_are_no_violation(story: Story) -> None:
+def test_allowed_events_after_an_end_are_not_a_violation(story: Story) -> None:
     story.accept("task")
     story.complete(story.lease("task"), "task")
     story.tell("execution_started", "task", detail={"decision": "d"})
@@ -485,7 +485,7 @@ def test_missing_sequence_number_is_a_gap(story: Story) -> None:
     assert violation.sentence == "of source s, 6 to 7 are missing"
 
 
-def test_events_possible_in_a_gap_are_no_violation(story: Story) -> None:
+def test_events_possible_in_a_gap_are_not_a_violation(story: Story) -> None:
     story.accept()
     story.accept("b")
     first = story.lease()

@@ -186,7 +186,7 @@ def test_adviser_falls_back_to_rules_on_bad_json_and_endless_arguments() -> None
         assert "the arguments of the model" in advice(url).reasoning
 
 
-def test_a_model_that_is_not_there_falls_back_to_the_rules() -> None:
+def test_a_missing_model_falls_back_to_the_rules() -> None:
     said = advice("http://127.0.0.1:1/v1")
     assert said.choice == "wait"
     assert "could not be asked" in said.reasoning

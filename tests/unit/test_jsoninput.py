@@ -182,6 +182,6 @@ def test_a_body_of_too_many_levels_is_refused_before_it_is_decoded(depth: int) -
             check_json("the body", data, 3)
 
 
-def test_text_that_is_no_json_is_checked_up_to_its_end() -> None:
+def test_text_that_is_not_json_is_checked_up_to_its_end() -> None:
     for data in (b"", b'"', b"\\", b'"\\', b"\xff" * 9, b"]]]]", b'[["', b'"\\"' * 99):
         check_json("the body", data, 3)

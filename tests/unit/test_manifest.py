@@ -121,7 +121,7 @@ def test_every_changed_byte_of_the_noted_ones_is_found(data: Path, name: str) ->
     assert losses(data) == []
 
 
-def test_rotated_bus_is_noted_anew(data: Path) -> None:
+def test_rotated_bus_is_noted_again(data: Path) -> None:
     keeper = keeper_of(data)
     bus = Bus(data / NEWS)
     bus.append(type="FACT", project_id="p", body="one")
@@ -139,7 +139,7 @@ def test_rotated_bus_is_noted_anew(data: Path) -> None:
     assert noted(data, NEWS).crc32 == zlib.crc32((data / NEWS).read_bytes())
 
 
-def test_bus_that_moved_to_its_organization_is_no_loss(data: Path) -> None:
+def test_bus_that_moved_to_its_organization_is_not_a_loss(data: Path) -> None:
     keeper = keeper_of(data)
     (data / NEWS).write_bytes(b"one\n")
     keeper.note()

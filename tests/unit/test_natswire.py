@@ -227,7 +227,7 @@ def test_nothing_is_kept_beyond_one_frame() -> None:
         assert len(reader._held) == 0
 
 
-def test_control_lines_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_lines_are_not_kept_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "HEADS_KEPT_MAX", 10)
     reader = wire.ClientReader()
     reader._heads.clear()
@@ -320,7 +320,7 @@ def test_errors_are_in_single_quotes() -> None:
     )
 
 
-def test_messages_of_one_batch_have_headers_or_none() -> None:
+def test_either_all_messages_of_a_batch_have_headers_or_none() -> None:
     headers = b"NATS/1.0\r\nA: b\r\n\r\n"
     found = wire.messages(b"a", b"7", b"", [(b"", b"one"), (headers, b"two"), (b"", b"six"), (headers, b"")])
     sizes = len(headers), len(headers) + 3

@@ -49,7 +49,7 @@ def test_sessions_are_bounded_and_the_oldest_ends_first(tmp_path: Path) -> None:
     assert found == [None, "b", "d"]
 
 
-def test_one_token_does_not_end_the_sessions_of_others(tmp_path: Path) -> None:
+def test_one_token_does_not_end_the_sessions_of_other_callers(tmp_path: Path) -> None:
     found = Sessions(tmp_path, SessionLimits(all=5, of_token=3))
     operator = found.begin("operator", "")
     secrets = [found.begin("agent", "acme") for _ in range(10)]
@@ -57,7 +57,7 @@ def test_one_token_does_not_end_the_sessions_of_others(tmp_path: Path) -> None:
     assert [found.token_of(secret) for secret in secrets] == [None] * 7 + ["agent"] * 3
 
 
-def test_one_organization_does_not_end_the_sessions_of_others(tmp_path: Path) -> None:
+def test_one_organization_does_not_end_the_sessions_of_other_callers(tmp_path: Path) -> None:
     found = Sessions(tmp_path, SessionLimits(all=5))
     others = [found.begin("a", "acme"), found.begin("b", "")]
     flood = [found.begin(f"token-{number}", "flood") for number in range(10)]

@@ -212,7 +212,7 @@ def test_a_report_is_stale_when_tables_are_newer(tmp_path: Path) -> None:
     assert (is_stale(later, None), is_stale(later, 10.0), is_stale(later, 20.0)) == (False, True, False)
 
 
-def test_a_report_that_is_a_symlink_is_no_report(tmp_path: Path) -> None:
+def test_a_report_that_is_a_symlink_is_not_a_report(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("not for the page")
     data = tmp_path / "run"

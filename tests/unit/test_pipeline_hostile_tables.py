@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_folder_whose_name_is_a_statement_is_no_table(folder: Path) -> None:
+def test_a_folder_whose_name_is_a_statement_is_not_a_table(folder: Path) -> None:
     assert Tables(folder).names() == ["numbers"]
     (folder / "numbers").rename(folder / STATEMENT)
     assert Tables(folder).names() == []
@@ -35,7 +35,7 @@ def test_a_folder_whose_name_is_a_statement_is_no_table(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../outside", "..", "/outside"])
-def test_a_table_beside_the_folder_is_no_table(folder: Path, tmp_path: Path, name: str) -> None:
+def test_a_table_outside_of_the_folder_is_not_a_table(folder: Path, tmp_path: Path, name: str) -> None:
     write_deltalake(tmp_path / "outside", ROWS)
     assert not Tables(folder).exists(name)
 

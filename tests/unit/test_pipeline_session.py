@@ -54,7 +54,7 @@ def test_a_folder_name_with_a_space_is_one_java_argument() -> None:
     "master", ["nonsense", "", "local[0]", "local[]", "sc://127.0.0.1:15002", "spark://"]
 )
 def test_an_invalid_master_is_refused_before_a_jvm_starts(master: str) -> None:
-    with pytest.raises(InvalidSetting, match="is no master: it is local"):
+    with pytest.raises(InvalidSetting, match="is not a master: it is local"):
         session.spark_session(master)
 
 

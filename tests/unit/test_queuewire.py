@@ -164,7 +164,7 @@ NO_MESSAGES = {
     "a list of recipients": foreign(to=["a"]),
     "deeply nested": b'{"x":' + b"[" * 100_000,
     "a checksum of something else": foreign()[:-1] + b',"crc":"00000000"}',
-    "a checksum that is no number": foreign()[:-1] + b',"crc":"zzzzzzzz"}',
+    "a checksum that is not a number": foreign()[:-1] + b',"crc":"zzzzzzzz"}',
 }
 
 

@@ -70,7 +70,7 @@ def test_the_default_is_full_and_none_changes_nothing() -> None:
         ({"patterns": {"staff": "("}}, 'The pattern "staff" is not a regular expression: '),
     ],
 )
-def test_a_wrong_argument_is_refused_in_one_sentence(arguments: dict[str, Any], sentence: str) -> None:
+def test_a_wrong_argument_is_refused_with_a_one_line_error(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         Redactor(**arguments)
 

@@ -81,7 +81,7 @@ def test_a_program_does_not_get_the_environment_of_its_caller(kind: Any, monkeyp
 
 
 @needs_bubblewrap
-def test_bubblewrap_has_no_network_no_files_and_no_processes_of_others() -> None:
+def test_bubblewrap_has_no_network_no_files_and_no_processes_of_other_users() -> None:
     home = run("bubblewrap", "ls", "/root", "/home", "/var").stdout
     assert home == ""
     interfaces = run("bubblewrap", "cat", "/proc/net/dev").stdout.splitlines()[2:]

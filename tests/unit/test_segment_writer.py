@@ -456,7 +456,7 @@ def test_any_failed_fsync_in_sealing_loses_nothing(
     assert verify(tmp_path) == []
 
 
-def test_failed_sealing_keeps_nothing_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_sealing_discards_the_whole_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = FaultyDisk(monkeypatch)
     with SegmentSink(tmp_path, seal_bytes=100, durability="os") as sink:
         sink.write(events(1, 5))

@@ -81,7 +81,7 @@ def models(**limits: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_a_wrong_setting_is_one_sentence(config: Any, said: str) -> None:
+def test_a_wrong_setting_gives_a_one_line_error(config: Any, said: str) -> None:
     with pytest.raises(InvalidSetting, match=said) as raised:
         token_rules(config)
     assert "\n" not in str(raised.value)

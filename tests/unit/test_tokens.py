@@ -191,7 +191,7 @@ def test_the_permissions_of_an_organization_name_a_limited_number(
         ({"role": "operator", "expires_s": float("nan")}, "expires_s must be a number of seconds"),
     ],
 )
-def test_a_bad_token_gets_one_sentence_and_changes_nothing(
+def test_a_bad_token_gets_a_one_line_error_and_changes_nothing(
     tmp_path: Path, fields: dict[str, object], sentence: str
 ) -> None:
     with pytest.raises(InvalidMessage, match=sentence):

@@ -1,7 +1,7 @@
 """Verifying that no segment of a folder was changed, removed, added or moved since it was sealed.
 
 Rule 1: files and chain are read under the chain's lock, so that an active writer causes no finding.
-Rule 2: a state that a crash leaves and recovery repairs is no finding.
+Rule 2: a state that a crash leaves and recovery repairs is not a finding.
 Rule 3: the open segment is not covered. Anyone who can write to the folder can also forge a new chain, so the
         shipper records the head outside the folder, and operators can do the same.
 """

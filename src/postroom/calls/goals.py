@@ -15,7 +15,7 @@ class ListGoals(Verb, frozen=True, kw_only=True):
 
 
 class ShowGoal(Verb, frozen=True, kw_only=True):
-    """How a goal stands."""
+    """Show the status of a goal."""
 
     goal_id: Id = msgspec.field(name="id")
 

@@ -58,7 +58,7 @@ class ReadReadiness(Verb, frozen=True, kw_only=True):
 
 
 class ReadOpenApi(Verb, frozen=True, kw_only=True):
-    """This document."""
+    """The OpenAPI document of this server."""
 
     route: ClassVar[Route] = get(
         "/openapi.json", "server.read", dict[str, Any], refusals=(400, 401, 413, 429, 503)

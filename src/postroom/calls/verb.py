@@ -96,7 +96,7 @@ class Verb(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def target(self, part: Callable[[str, Any], str] = part_of_path) -> tuple[str, dict[str, Any] | None]:
         """The path of this call with its query, and its body.
 
-        What is unset is left out, and None where that is the default; with `omit_defaults`, every default.
+        Omits unset fields, and fields that are None by default. With `omit_defaults`, omits every default.
         """
         shape, path, given = _shape_of(type(self)), self.route.path, {}
         for field, name in shape.in_path:

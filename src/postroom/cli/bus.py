@@ -351,7 +351,7 @@ add_json_option(bus)
 
 
 def opened(shell: Shell, path: Path | None) -> "Bus":
-    """A bus to read. Refuses a file that is no bus, and warns when there is no file."""
+    """A bus to read. Refuses a file that is not a bus, and warns when there is no file."""
     log = shell.bus(path)
     note_missing(shell, log.path)
     log.need_bus()

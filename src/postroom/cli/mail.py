@@ -181,16 +181,16 @@ def mail() -> None:
 )
 @_count_option("--mailboxes-max", 1_000_000, "Maximum number of mailboxes on the server.")
 @_count_option("--stored-bytes-max", 1 << 30, "Maximum memory of all messages and mailboxes, in bytes.")
-@_count_option("--quota-messages", 0, "Maximum number of messages in one mailbox; 0 is no quota.")
-@_count_option("--quota-bytes", 128 << 20, "Maximum memory of one mailbox, in bytes; 0 is no quota.")
+@_count_option("--quota-messages", 0, "Maximum number of messages in one mailbox; 0 means no quota.")
+@_count_option("--quota-bytes", 128 << 20, "Maximum memory of one mailbox, in bytes; 0 means no quota.")
 @_count_option(
     "--client-quota-bytes",
     256 << 20,
-    "Maximum memory of one client (a login or an address), in bytes; 0 is no quota.",
+    "Maximum memory of one client (a login or an address), in bytes; 0 means no quota.",
 )
-@_count_option("--client-quota-mailboxes", 100_000, "Maximum mailboxes of one client; 0 is no quota.")
-@_count_option("--client-quota-agents", 1_000, "Maximum registered agents of one client; 0 is no quota.")
-@_count_option("--group-window", 32, "Maximum messages in flight to one member of a group; 0 is no limit.")
+@_count_option("--client-quota-mailboxes", 100_000, "Maximum mailboxes of one client; 0 means no quota.")
+@_count_option("--client-quota-agents", 1_000, "Maximum registered agents of one client; 0 means no quota.")
+@_count_option("--group-window", 32, "Maximum messages in flight to one member of a group; 0 means no limit.")
 @_count_option("--dead-letter-after", 0, "Failed deliveries before a message goes to ID.dead; 0 is never.")
 @click.option("--receipts", is_flag=True, help="Emit an event for each delivery.")
 @click.option("--extend", is_flag=True, help="Let the creator of a mailbox extend its lifetime.")

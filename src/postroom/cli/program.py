@@ -27,7 +27,7 @@ TERM_GRACE_S = 5.0
 TOKEN_VARIABLE = "POSTROOM_TOKEN"  # noqa: S105 - the name of a variable
 SHELL = "/bin/sh"
 # The guard reads a pipe from this process. A line means that the program has ended; the end of the pipe means
-# that this process has. The guard is no child of the program, which may wait for all of its children.
+# that this process has. The guard is not a child of the program, which may wait for all of its children.
 GUARD = '( (if read -r _ < "/dev/fd/$2"; then exit 0; fi; kill -KILL 0) & ); exec /bin/sh -c "$1"'
 CANNOT_RUN = (126, 127)  # exit codes of a shell: the program cannot be executed, or does not exist
 

@@ -2,7 +2,7 @@
 
 Rule 1: an error is one line on stderr; exit code 0 is success, 1 a failure, 2 a usage error.
 Rule 2: SIGTERM and SIGINT end a command without a traceback; for a follower that is its normal end.
-Rule 3: it is no error when the reader of stdout closes the pipe.
+Rule 3: it is not an error when the reader of stdout closes the pipe.
 """
 
 import atexit
@@ -478,7 +478,7 @@ def place_option(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
 
 
 def parse_rate(text: str) -> float:
-    """A number of calls a second; 0 is no limit."""
+    """A number of calls a second; 0 means no limit."""
     from postroom.settings import RATE_MAX
 
     return _parsed(text, RATE_MAX, f"a number of calls a second from 0 to {RATE_MAX:,.0f}")

@@ -15,9 +15,9 @@ from postroom.client import arguments
 from postroom.client.connections import Call, Connections, LongPolls, pause_s
 from postroom.errors import HarnessRefused, Overloaded, Unavailable
 
-TIMEOUT_S = 10.0  # of one answer; a long poll adds its own time
+TIMEOUT_S = 10.0  # of one call; a long poll adds its own time
 RETRIES = 4
-STREAM_SILENCE_S = 45.0  # after which a stream is taken for lost; the server sends something every 15 s
+STREAM_SILENCE_S = 45.0  # a silent stream counts as lost; the server sends something every 15 s
 ACCEPT_EVENTS = {"Accept": "text/event-stream"}
 
 _T = TypeVar("_T")

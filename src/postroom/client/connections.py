@@ -219,7 +219,7 @@ def _address(url: str) -> tuple[urllib.parse.SplitResult, str, int | None]:
     try:
         parts = urllib.parse.urlsplit(url)
         port = parts.port
-    except ValueError:  # such as a port that is no number
+    except ValueError:  # such as a port that is not a number
         raise wrong from None
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
         raise wrong

@@ -228,7 +228,7 @@ class GoalCalls:
         return list(self._client.call(goals.ListGoals())["goals"])
 
     def status(self, goal_id: str) -> dict[str, Any]:
-        """How a goal stands."""
+        """The status of a goal."""
         return dict(self._client.call(goals.ShowGoal(goal_id=goal_id)))
 
     def checkpoints(self, goal_id: str) -> Rows:

@@ -101,7 +101,7 @@ class StoreFeed:
         found = self._store.events(after, limit)
         if not found:
             return []
-        # For a feed that only reads, a purged event is no loss: it may have been shipped long ago.
+        # For a feed that only reads, a purged event is not a loss: it may have been shipped long ago.
         if self._outbox is not None and after and found[0].seq != after + 1:
             text = f"events {after + 1} to {found[0].seq - 1} were removed before they were shipped"
             _log.warning("%s: %s", self.source, text)

@@ -31,7 +31,7 @@ def leaving(text: str) -> str:
 
 
 def leaving_value(value: Any) -> Any:
-    """The same for each text in a value. Numbers and other types stay."""
+    """Apply `leaving` to each text in a value. Numbers and other types stay."""
     if isinstance(value, str):
         return leaving(value)
     if isinstance(value, Mapping):
@@ -42,7 +42,7 @@ def leaving_value(value: Any) -> Any:
 
 
 def leaving_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for named facts. A text or a list whose name says that it is secret is replaced."""
+    """Apply `leaving` to named facts. A text or a list with a secret name is replaced."""
     left = {}
     for name, value in facts.items():
         kept, is_secret = _named(name)

@@ -208,7 +208,7 @@ def _refused_role(caller: Caller, entry: Entry) -> str:
     why = ""
     match entry.who:
         case "member" if caller.is_operator:
-            why = "an operator's token is no agent: use the token of the agent"
+            why = "an operator's token is not an agent: use the token of the agent"
         case "member" if not caller.org:
             why = _without_organization(caller)
         case "admin" if caller.role != "admin":

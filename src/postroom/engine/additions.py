@@ -1,4 +1,4 @@
-"""What the layers above add to the work of one engine. A queue alone has none of it."""
+"""Hooks of one engine, which the layers above fill in. A plain queue has none."""
 
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractContextManager

@@ -247,7 +247,7 @@ def letter_by_id(
     if stored.record.state not in ("DEAD_LETTER", "QUARANTINED"):
         state = stored.record.state
         raise WrongState(
-            message_id, "replay", state, f"message {shown(message_id)} is no dead letter: it is {state}"
+            message_id, "replay", state, f"message {shown(message_id)} is not a dead letter: it is {state}"
         )
     return _letter(operations, stored, read_value)
 

@@ -1,6 +1,6 @@
 """The input of a submit: its keywords are checked once and become a message that can be stored.
 
-Rule 1: everything is checked here. Each refusal is a typed error with one sentence.
+Rule 1: everything is checked here. Each refusal is a typed error of one line.
 """
 
 import re

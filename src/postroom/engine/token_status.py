@@ -78,7 +78,7 @@ class TokenStatus(msgspec.Struct, frozen=True):
     providers: dict[str, ProviderTokens]
 
     def of_organization(self, org_id: str) -> "TokenStatus":
-        """The same without the figures of other organizations."""
+        """This status without the figures of other organizations."""
         return TokenStatus(
             {
                 name: ProviderTokens(

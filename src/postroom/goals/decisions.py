@@ -1,7 +1,7 @@
 """Decisions: a question is answered by a learned rule, the adviser, or a person, and is recorded.
 
 Rule 1: a decision and what follows from it commit together.
-Rule 2: an advice below `Policy.adviser_confidence_min` goes to a person. Without an answer within
+Rule 2: advice below `Policy.adviser_confidence_min` goes to a person. Without an answer within
         `Policy.decision_timeout_s`, the safe default is taken.
 Rule 3: the same choice for the same pattern, `LEARNED_AFTER` times in a row, becomes a learned rule of the
         organization. It never applies to another organization.
@@ -68,7 +68,7 @@ def _new(transaction: Transaction, question: Question, org_id: str, subject: dic
 
 
 def learned(transaction: Transaction, org_id: str, question: Question) -> Advice | None:
-    """What a learned rule of the organization says; None without one."""
+    """Advice from a learned rule of the organization; None without one."""
     rule = RULES.get(transaction, org_id, question.kind, _pattern(question))
     if rule is None or rule.choice not in question.options:
         return None

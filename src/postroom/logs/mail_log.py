@@ -110,7 +110,7 @@ def compacted_up_to(folder: Path) -> int:
 def damaged_stretches(folder: Path, encryption: Encryption | None = None) -> Iterator[tuple[str, Damage]]:
     """The segments of a folder and their stretches that cannot be read. A server may write meanwhile.
 
-    A torn end is no damage: a server is writing it, or died before it acknowledged the record.
+    A torn end is not damage: a server is writing it, or died before it acknowledged the record.
     """
     for path in log_segments(folder):
         with suppress(FileNotFoundError):  # compacted meanwhile
@@ -280,7 +280,7 @@ class SegmentLog:
 
     @property
     def overloaded(self) -> bool:
-        """Whether the disk is so far behind that the server should stop reading."""
+        """Whether so much is unwritten that the server should stop reading."""
         return self._backlog_bytes > BACKLOG_BYTES_MAX
 
     def flush(self) -> None:

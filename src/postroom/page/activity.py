@@ -18,7 +18,7 @@ from postroom.stores.base import LANES
 HISTORY_S: Final = 60
 RATE_S: Final = 10
 """The seconds that a rate is the mean of."""
-WAITS_KEPT_MAX: Final = 2_000  # of one priority
+WAITS_KEPT_MAX: Final = 2_000  # waiting times kept for one priority
 MICROS_PER_S: Final = 1_000_000
 
 Counted: TypeAlias = Literal["submitted", "completed", "failed"]

@@ -253,7 +253,7 @@ def _notes(
     pauses: Sequence[tuple[str, ...]],
     services: dict[str, str],
 ) -> list[str]:
-    """What holds messages of these organizations and types up."""
+    """Reasons why messages of these organizations and types wait."""
     notes = {
         f"{kind} of {org_id} is paused: its messages wait for a resume"
         for org_id, kind in kinds

@@ -318,7 +318,7 @@ class Live:
         return None if batch is None else [batch]
 
     def news(self, position: int, snapshot_number: int, org_id: str | None) -> tuple[bytes, int, int, bool]:
-        """What a page has not got: its bytes, the new position and snapshot, and whether events are gone."""
+        """Updates for a page: their bytes, the new position and snapshot, and whether events are gone."""
         batches = [batch for batch in self._batches if batch.last > position]
         is_gone = bool(batches) and batches[0].after > position
         data = b"".join(batch.encoded(org_id) for batch in batches) if not is_gone else b""

@@ -172,7 +172,7 @@ class Pipeline:
         every_s: float | None = None,
         skip_missing: bool = False,
     ) -> RunSummary:
-        """Follow streams: ingest the present segments, and with `every_s` go on for ever.
+        """Follow streams: ingest the present segments, and with `every_s` continue until stopped.
 
         Structured Streaming delivers the events of new segments in micro-batches; see `micro_batches`. Behind
         Spark Connect it would call this code in the server's process, so there a loop looks for segments.

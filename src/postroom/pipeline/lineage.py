@@ -57,7 +57,7 @@ class JobRun:
         """Without a place, events are made and delivered nowhere."""
         if place is not None and "://" in place and not place.startswith(HTTP):
             raise InvalidSetting(
-                f"{shown_address(place)} is no place for lineage: it is a file or an HTTP address"
+                f"{shown_address(place)} is not a place for lineage: it is a file or an HTTP address"
             )
         self._place = place
         self._warn = warn

@@ -76,7 +76,7 @@ class MicroBatches:
         self._failures: list[Exception] = []
 
     def follow(self, every_s: float | None) -> None:
-        """Ingest what has arrived and end; with `every_s`, go on for ever with a batch every so often."""
+        """Ingest what has arrived and end; with `every_s`, run such a batch periodically."""
         is_retried = every_s is not None
         writer = self._events.writeStream.foreachBatch(partial(self._arrived, is_retried=is_retried))
         writer = writer.option("checkpointLocation", self._checkpoint)

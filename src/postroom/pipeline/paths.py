@@ -84,7 +84,7 @@ def need_writable(place: Path | str) -> None:
 
 
 def _other_entry(folder: Path) -> str:
-    """A file that no job writes beside tables, or a part of an audit stream; empty when there is none."""
+    """A file that is not of a table or a job, or a part of an audit stream; empty when there is none."""
     for path in folder.iterdir():
         is_hidden = path.name.startswith((".", "_"))
         if path.name == CHAIN or path.name.startswith("date=") or (path.is_file() and not is_hidden):
@@ -104,7 +104,7 @@ def _holds_tables(tables: Path) -> bool:
 
 
 def need_place(file: Path) -> None:
-    """Raise unless a file can be written there: its folder exists, and it is no folder itself."""
+    """Raise unless a file can be written there: its folder exists, and it is not a folder itself."""
     if file.is_dir():
         raise InvalidMessage(f"{file} is a folder: give the name of the file to write")
     if not file.absolute().parent.is_dir():

@@ -114,7 +114,7 @@ def selection(tables: Tables, request: ReplaySelection) -> Database:
         database.select("chosen", "silver_messages", conditions)
     except duckdb.Error as error:
         raise InvalidMessage(
-            f"{request.where!r} is no condition on silver_messages: {first_sentence(str(error))}"
+            f"{request.where!r} is not a condition on silver_messages: {first_sentence(str(error))}"
         ) from None
     return database
 

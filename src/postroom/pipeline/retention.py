@@ -58,7 +58,7 @@ class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True):
     failures_days: int = 0
     """The minimum for dead letters and quarantined messages."""
     gold_days: int = 0
-    """For the days of gold tables; 0 means for ever."""
+    """For the days of gold tables; 0 keeps them without limit."""
     held_orgs: frozenset[str] = frozenset()
     held_goals: frozenset[str] = frozenset()
 
@@ -104,7 +104,7 @@ def _lines(path: Path, wanted: str) -> list[tuple[int, tuple[str, str]]]:
     except OSError as error:
         raise InvalidSetting(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise InvalidSetting(f"cannot read {path}: it is no UTF-8") from None
+        raise InvalidSetting(f"cannot read {path}: it is not UTF-8") from None
     found = []
     for number, text in enumerate(texts, start=1):
         words = text.split()

@@ -27,7 +27,7 @@ MARK: Final = "redaction"
 NOT_IN_LINE: Final = ("segment", MARK, "date", CORRUPT)
 """Columns of bronze that are not part of a line."""
 REQUIRED: Final = ("event_id", "seq", "ts_us", "kind", "contract", "source")
-"""A line without one of these is no event."""
+"""A line without one of these is not an event."""
 MONEY: Final = DecimalType(18, 9)
 
 _NOT_TEXT: Final[dict[str, DataType]] = {
@@ -85,4 +85,4 @@ _FIELDS: Final = [
 
 EVENTS: Final = StructType([StructField(name, _NOT_TEXT.get(name, StringType())) for name in _FIELDS])
 LINES: Final = StructType([*EVENTS.fields, StructField(CORRUPT, StringType())])
-"""`EVENTS`, and a last column for a line that is no event."""
+"""`EVENTS`, and a last column for a line that is not an event."""

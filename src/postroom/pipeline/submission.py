@@ -4,7 +4,7 @@ Rule 1: a message is submitted under the key (replay id, message id), which the 
         is killed and repeated, or runs twice, adds nothing twice.
 Rule 2: the payload is submitted unchanged. A payload that is not JSON becomes a JSON string.
 Rule 3: the priority is dropped. Tasks have none: a claim only looks at the default priority, and a task of
-        another one would wait for ever.
+        another one would wait indefinitely.
 """
 
 from collections.abc import Iterable, Iterator
@@ -64,7 +64,7 @@ class Submitter(Closing):
         key = _key(self._replay_id, message.message_id)
         if key is None:
             raise InvalidMessage(
-                f"{message.message_id!r} is no message id: nothing can be remembered under it"
+                f"{message.message_id!r} is not a message id: nothing can be remembered under it"
             )
         queue, payload = checked_name("queue", message.queue), message.payload.encode()
         try:

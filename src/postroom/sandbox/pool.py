@@ -35,7 +35,7 @@ BREAKER: Final = Breaker(failures=3, window_s=60.0, cooldown_s=30.0)
 
 
 class PoolStatus(msgspec.Struct, frozen=True):
-    """How a pool stands."""
+    """The counts and the state of a pool."""
 
     warm: int
     in_use: int
@@ -164,7 +164,7 @@ class SandboxPool:
 
     @property
     def status(self) -> PoolStatus:
-        """How the pool stands."""
+        """The counts and the state of the pool."""
         return PoolStatus(len(self._warm), self._in_use, self._created, self._recycled, self._creations.state)
 
     async def close(self) -> None:

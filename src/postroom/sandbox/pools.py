@@ -129,7 +129,7 @@ class Sandboxes:
         await self._follow(message.org_id, agent_id, is_needed=is_needed)
 
     async def keep_warm(self) -> None:
-        """Follow the needs of agents that other processes have created, and tend the pools, for ever."""
+        """Until cancelled: follow needs that other processes stored for agents, and tend the pools."""
         while True:
             try:
                 await self.tend()

@@ -1,7 +1,7 @@
 """The seam of a sandbox: create, run, reset, destroy. `Sandbox.open(kind)` gives one of a kind.
 
 Rule 1: `run` never outlives its time limit: the whole process group is killed.
-Rule 2: what a run leaves behind is gone after `reset`.
+Rule 2: `reset` removes what a run leaves behind.
 Rule 3: a sandbox that cannot isolate says so: `process` has limits, but the network and files of the user.
 """
 
@@ -46,7 +46,7 @@ class RunLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Completed(msgspec.Struct, frozen=True):
-    """What a run gave."""
+    """The result of a run."""
 
     exit_code: int
     """As in a shell: 128 and the number of a signal; 124 after the time limit."""

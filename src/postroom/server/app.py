@@ -346,10 +346,9 @@ def serve(
     folders that it made. No lease is longer than `lease_s_max`. `concurrency` decisions are executed at the
     same time; with `in_order`, those of one agent one after the other. The global queue has the rules and
     types of `app_engine`, but not its store. A token without a rate of its own may make `token_rate` calls a
-    second; 0 is no limit. `tls` is a certificate and its key. `hosts` are further names that the page and MCP
-    answer for. With `overlap`, another
-    server with `overlap` may listen on the same port: during an upgrade the new one starts before the old one
-    ends.
+    second; 0 means no limit. `tls` is a certificate and its key. `hosts` are further names that the page and
+    MCP answer for. With `overlap`, another server with `overlap` may listen on the same port: during an
+    upgrade the new one starts before the old one ends.
     """
     checked_seconds("lease_s_max", lease_s_max, LEASE_S_MAX, shortest_s=LEASE_S_MIN)
     server_log = ServerLog() if server_log is None else server_log
@@ -424,7 +423,7 @@ def _folder(data: Path) -> Iterator[None]:
         make_folder(data, "os")
         yield
     except BaseException:
-        with suppress(OSError):  # no longer empty
+        with suppress(OSError):  # a folder that is not empty stays
             for folder in made:
                 folder.rmdir()
         raise

@@ -30,17 +30,17 @@ PLAIN_CELLS = frozenset(
 
 
 def record_place(store_id: str, field: str, seq: int) -> str:
-    """What the encrypted value of a field of a record is bound to."""
+    """The associated data (AAD) of an encrypted field of a record."""
     return f"the {field} of record {seq} in {store_id}"
 
 
 def cell_place(store_id: str, kind: str, key: str) -> str:
-    """What the encrypted value of a cell is bound to."""
+    """The associated data (AAD) of an encrypted cell."""
     return f"the cell {kind} {key!r} in {store_id}"
 
 
 def batch_place(store_id: str, number: int) -> str:
-    """What an encrypted batch of events is bound to: the number of its row."""
+    """The associated data (AAD) of an encrypted batch of events."""
     return f"the events of row {number} in {store_id}"
 
 

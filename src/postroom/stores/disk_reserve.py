@@ -23,7 +23,7 @@ BLOCK_BYTES = 4096
 
 
 class DiskReserve:
-    """A file of a fixed size beside the database."""
+    """A file of a fixed size next to the database."""
 
     def __init__(self, path: Path, size: int) -> None:
         self._path = path

@@ -62,7 +62,7 @@ class OwnIds:
         return high << HALF_BITS | low
 
     def place(self, shown: int, plain_max: int = 0) -> int | None:
-        """The number behind a covered one, or a plain one up to `plain_max`.
+        """The number that a masked one stands for, or a plain number up to `plain_max`.
 
         None for a guess: what it finds would count the store.
         """

@@ -24,7 +24,7 @@ class _ChangedAndFailedError(Exception):
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
-    """What a store can do besides the contract of all stores. It refuses the rest in one sentence."""
+    """What a store can do besides the contract of all stores. It refuses everything else with an error."""
 
     is_shared: bool = False
     """Processes of several hosts can use it."""
@@ -49,7 +49,7 @@ class Store(ABC):
     trouble: str = ""
     """Why the store cannot write at present; empty when it can."""
     broker_trouble: str = ""
-    """Why the broker beside the ledger cannot be used at present. The ledger delivers meanwhile."""
+    """Why the ledger's broker cannot be used at present. Meanwhile the ledger delivers."""
     capabilities = Capabilities()
     notes_keys = True
     """Whether opening an encrypted store notes the newest key. The first key turns encryption on, so a handle

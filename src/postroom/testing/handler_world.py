@@ -43,7 +43,7 @@ Point: TypeAlias = Literal[
     "after the handler",
     "lease over",
 ]
-"""Where a worker crashes. `lease over` is no crash: the handler outlives its lease and reports late."""
+"""Where a worker crashes. `lease over` is not a crash: the handler outlives its lease and reports late."""
 
 FAULT_SHARE: Final = 0.25
 FAULTS_A_MESSAGE_MAX: Final = 2  # so that every message ends

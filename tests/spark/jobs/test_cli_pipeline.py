@@ -33,7 +33,7 @@ def copied(tables_of: TablesOf, tmp_path: Path) -> tuple[Path, Path]:
     return events, tmp_path / "tables"
 
 
-def test_sql_prints_json_lines_and_a_wrong_question_is_one_sentence(
+def test_sql_prints_json_lines_and_a_wrong_question_gives_a_one_line_error(
     tables_of: TablesOf, commands: Commands
 ) -> None:
     _, tables = tables_of()
@@ -219,7 +219,7 @@ def test_status_names_the_segment_that_the_others_wait_for(tmp_path: Path) -> No
         ),
     ],
 )
-def test_a_wrong_path_is_one_sentence_before_spark_starts(
+def test_a_wrong_path_gives_a_one_line_error_before_spark_starts(
     commands: Commands,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -243,7 +243,7 @@ def test_a_wrong_path_is_one_sentence_before_spark_starts(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_damaged_or_missing_table_is_named_in_one_sentence(
+def test_a_damaged_or_missing_table_is_named_in_one_line(
     copied: tuple[Path, Path], commands: Commands
 ) -> None:
     _, tables = copied
@@ -274,7 +274,7 @@ def test_a_damaged_or_missing_table_is_named_in_one_sentence(
     assert rows["silver_messages"]["behind"] is None
 
 
-def test_what_is_missing_is_said_in_one_sentence(tables_of: TablesOf, tmp_path: Path) -> None:
+def test_what_is_missing_is_reported_in_one_line(tables_of: TablesOf, tmp_path: Path) -> None:
     _, tables = tables_of()
     write_segment(tmp_path / "events", 1, [])
     where = ("run", "--events", tmp_path / "events", "--tables", tmp_path / "tables")

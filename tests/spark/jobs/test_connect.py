@@ -82,12 +82,12 @@ def test_views_with_plain_names_stand_in_the_session_of_a_client(tables_of: Tabl
         (
             "spark://127.0.0.1",
             2,
-            "'spark://127.0.0.1' is no Spark Connect server: it has the form sc://HOST:PORT",
+            "'spark://127.0.0.1' is not a Spark Connect server: it has the form sc://HOST:PORT",
         ),
-        ("sc://host:port", 2, "'sc://host' is no Spark Connect server: it has the form sc://HOST:PORT"),
+        ("sc://host:port", 2, "'sc://host' is not a Spark Connect server: it has the form sc://HOST:PORT"),
     ],
 )
-def test_a_server_that_is_not_there_is_said_in_one_sentence(
+def test_an_unreachable_server_is_reported_in_one_line(
     tmp_path: Path, url: str, code: int, sentence: str
 ) -> None:
     write_segment(tmp_path / "events", 1, [])

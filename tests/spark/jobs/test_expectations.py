@@ -70,7 +70,7 @@ def test_a_reject_rate_is_the_share_of_rejected_lines(tmp_path: Path) -> None:
     assert found[1].sentence == "bronze_events: 1 of 4 lines were rejected"
 
 
-def test_wrong_rules_are_one_sentence(tmp_path: Path) -> None:
+def test_wrong_rules_give_a_one_line_error(tmp_path: Path) -> None:
     rules = tmp_path / "rules.toml"
     rules.write_text('[[expect]]\ntable = "t"\nkind = "unique"\ncolumns = ["nobody"]\n')
     with pytest.raises(InvalidSetting, match="table t has no column nobody"):

@@ -475,7 +475,7 @@ def test_two_jobs_at_once_end_with_the_rows_of_one(
     assert all_rows(Tables(tmp_path / "tables")) == all_rows(Tables(few / "tables"))
 
 
-def test_a_table_that_keeps_changing_is_given_up_in_one_sentence(
+def test_a_table_that_keeps_changing_is_given_up_with_a_one_line_error(
     spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_segment(tmp_path / "events", 1, [happened("s", 1, "m1")])
@@ -557,7 +557,7 @@ def test_of_two_events_with_one_number_the_same_is_kept_in_any_order(
     assert all(each == found[0] for each in found)
 
 
-def test_an_empty_message_id_is_no_message(spark: SparkSession, tmp_path: Path) -> None:
+def test_an_empty_message_id_is_not_a_message(spark: SparkSession, tmp_path: Path) -> None:
     empty = happened("s", 1, "", "heartbeat", org_id="", worker_id="w", attempt=1)
     write_segment(tmp_path / "events", 1, [empty, happened("s", 2, "m")])
     tables = Tables(tmp_path / "tables")

@@ -165,7 +165,7 @@ def test_a_receiver_that_is_away_fails_no_job() -> None:
         pass
     assert len(said) == 2
     assert said[0].startswith("warning: lineage was not delivered to http://127.0.0.1:1/lineage: ")
-    with pytest.raises(InvalidSetting, match="is no place for lineage"):
+    with pytest.raises(InvalidSetting, match="is not a place for lineage"):
         JobRun("kafka://x", "job")
 
 

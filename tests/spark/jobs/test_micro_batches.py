@@ -61,7 +61,7 @@ def test_micro_batches_carry_the_events_and_are_committed_once(
     tables = followed()
     assert tables.version("bronze_events") == version
     assert tables.last_txn("silver_events", "bronze_events") == version
-    deliver(one, 2)  # the third segment has waited for it, and is no new file
+    deliver(one, 2)  # the third segment has waited for it, and is not a new file
     write_segment(two, 5, [happened("t", 2, "n2"), *BAD_LINES, b'{"event_id":"\xff"}'])
     tables = followed()
     assert tables.version("bronze_events") == version + 2

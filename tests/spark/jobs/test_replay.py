@@ -168,11 +168,11 @@ def test_times_bound_what_is_chosen(spark: SparkSession, past: Past, tmp_path: P
     assert replay(past.redacted, wanted).selected == expected
 
 
-def test_wrong_requests_are_refused_in_one_sentence(past: Past, tmp_path: Path) -> None:
+def test_wrong_requests_are_refused_with_a_one_line_error(past: Past, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/sandbox.db"
-    with pytest.raises(InvalidMessage, match=r"is no condition on silver_messages: \w"):
+    with pytest.raises(InvalidMessage, match=r"is not a condition on silver_messages: \w"):
         replay(past.redacted, ReplaySelection(where="nobody = 1", to=url, store=past.store))
-    with pytest.raises(InvalidMessage, match=r"is no condition on silver_messages: \w"):
+    with pytest.raises(InvalidMessage, match=r"is not a condition on silver_messages: \w"):
         replay(past.redacted, ReplaySelection(where="type = ", to=url, store=past.store))
     for condition in (
         "",
@@ -183,7 +183,7 @@ def test_wrong_requests_are_refused_in_one_sentence(past: Past, tmp_path: Path) 
         "type IN (FROM '/etc/fstab')",
         "CAST(type AS int) = 1",
     ):
-        with pytest.raises(InvalidMessage, match=r"is no condition on silver_messages: \w"):
+        with pytest.raises(InvalidMessage, match=r"is not a condition on silver_messages: \w"):
             replay(past.redacted, ReplaySelection(where=condition, to=url, store=past.store))
     with pytest.raises(InvalidSetting, match="the source of the payloads is missing"):
         replay(past.redacted, ReplaySelection(where="true", to=url))

@@ -371,5 +371,5 @@ def test_tiers_and_holds_are_read_from_lines(tmp_path: Path) -> None:
     with pytest.raises(InvalidSetting, match="cannot read"):
         read_holds(tmp_path / "nowhere")
     holds.write_bytes(b"\xff\xfe")
-    with pytest.raises(InvalidSetting, match="it is no UTF-8"):
+    with pytest.raises(InvalidSetting, match="it is not UTF-8"):
         read_holds(holds)

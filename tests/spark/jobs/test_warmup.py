@@ -26,7 +26,7 @@ def test_the_archive_of_another_java_is_another_one(tmp_path: Path, monkeypatch:
     assert class_archive.name_of(1) != own
 
 
-def test_a_second_one_at_once_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_concurrent_warmup_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(class_archive.CACHE, str(tmp_path))
 
     def work(_spark: object, _folder: Path) -> None:

@@ -40,7 +40,7 @@ def test_the_schema_is_that_of_the_events() -> None:
     assert list(AuditEvent.__struct_fields__) == EVENTS.names == list(FIELDS)
 
 
-def test_a_line_that_is_no_event_is_kept_with_the_reason(story: Story) -> None:
+def test_a_line_that_is_not_an_event_is_kept_with_the_reason(story: Story) -> None:
     found = story.chapters[0].rows["bronze_rejects"]
     assert {row["line"]: row["reason"] for row in found} == {
         '{"event_id":"s#2","seq":2,': "it is not a JSON object",
@@ -96,7 +96,7 @@ def test_ingest_skips_open_segments_and_unknown_files(story: Story) -> None:
     assert story.chapters[3].versions == story.chapters[2].versions
 
 
-def test_a_segment_behind_one_that_is_missing_waits_for_it(story: Story) -> None:
+def test_a_segment_after_a_missing_one_waits_for_it(story: Story) -> None:
     _, second, third, fourth, _ = story.chapters
     names = [{row["message_id"] for row in each.rows["silver_messages"]} for each in (second, third, fourth)]
     assert [{"a", "b"} <= found for found in names] == [False, True, True]

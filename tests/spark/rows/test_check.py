@@ -204,7 +204,9 @@ def made_up(source: str, rng: random.Random) -> list[AuditEvent]:
     return events
 
 
-def test_random_lives_give_the_same_result_as_the_core_checker(spark: SparkSession, tmp_path: Path) -> None:
+def test_random_histories_give_the_same_result_as_the_core_checker(
+    spark: SparkSession, tmp_path: Path
+) -> None:
     """Hundreds of sources, each a small history of its own, in one job."""
     rng = random.Random(20)
     histories = [made_up(f"s{n:03}", rng) for n in range(600)]
@@ -216,9 +218,7 @@ def test_random_lives_give_the_same_result_as_the_core_checker(spark: SparkSessi
     assert {one[0] for one in said} == set(RULES)
 
 
-def test_two_events_of_one_number_are_found_beside_honest_repeats(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_two_events_of_one_number_are_found_among_honest_repeats(spark: SparkSession, tmp_path: Path) -> None:
     event = made_up("s", random.Random(1))[0]
     other = msgspec.structs.replace(event, queue="elsewhere")
     lines = [to_line(event), to_line(event), to_line(other)]

@@ -132,7 +132,7 @@ def test_rows_are_refused_after_another_writer_has_changed_rows(tables: Tables) 
     assert (tables.version("t"), len(tables.files("t"))) == (2, 6)
 
 
-def test_a_table_that_another_writer_has_just_created_is_no_new_one(tables: Tables) -> None:
+def test_a_table_that_another_writer_has_just_created_is_not_new(tables: Tables) -> None:
     assert tables.version("t") == -1
     tables.pin()
     assert not tables.exists("t")

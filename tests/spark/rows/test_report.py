@@ -431,7 +431,7 @@ def test_columns_are_as_fine_as_a_history_is_short(short: ReportFacts) -> None:
     }
 
 
-def test_a_message_that_is_put_back_is_no_second_arrival(short: ReportFacts) -> None:
+def test_a_message_that_is_put_back_is_not_a_second_arrival(short: ReportFacts) -> None:
     assert short.queues == [QueueFacts("work", 2, 2, 1)]
     depths = [short.depth[START_US + at * SECOND] for at in (0, 1, 2, 3, 9, 19, 20, 21, 55)]
     assert depths == [1, 2, 2, 1, 2, 2, 2, 1, 1]
@@ -458,7 +458,7 @@ def test_decisions_of_the_harness_are_shown_apart(short: ReportFacts) -> None:
     assert "Decisions of the harness are among them." in page(hostile("x"))  # whose columns are hours
 
 
-def test_a_contract_is_no_sender(short: ReportFacts) -> None:
+def test_a_contract_is_not_a_sender(short: ReportFacts) -> None:
     assert {(pair.sender, pair.recipient, pair.messages) for pair in short.traffic} == {
         ("ada", "work", 1),
         (UNNAMED, "work", 1),

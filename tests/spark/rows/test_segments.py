@@ -121,7 +121,7 @@ def test_consecutive_segments_are_ready(tmp_path: Path) -> None:
     assert pending_segments(folder, NONE).sentence() == ""
 
 
-def test_what_is_behind_a_missing_number_waits(tmp_path: Path) -> None:
+def test_events_after_a_missing_number_wait(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, 1, 2, 4, 7, 8)
     pending = pending_segments(folder, NONE)
     assert told(pending) == ([1, 2], [4, 7, 8], [(3, 3), (5, 6)])

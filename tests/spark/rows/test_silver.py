@@ -102,7 +102,7 @@ def held_in(chapter: Chapter, tables: Tables, message_id: str) -> str:
     return path
 
 
-def test_a_message_that_changes_leaves_the_files_of_others_alone(story: Story) -> None:
+def test_a_message_that_changes_leaves_files_of_other_messages_alone(story: Story) -> None:
     first, second, *_ = story.chapters
     quiet = {held_in(chapter, story.tables, "quiet") for chapter in (first, second)}
     [path] = quiet  # the files of finished messages are not rewritten

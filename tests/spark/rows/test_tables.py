@@ -104,7 +104,7 @@ def by_datafusion(tables: Tables, name: str) -> pa.Table:
 def test_duckdb_polars_and_datafusion_read_every_row_of_every_table(
     tables_of: TablesOf, story: Story, read: Callable[[Tables, str], pa.Table]
 ) -> None:
-    """With what is in none of the small ones: decimals, lists of structs, lines that were no UTF-8."""
+    """With what is in none of the small ones: decimals, lists of structs, lines that were not UTF-8."""
     for tables in (tables_of(faults=True)[1], story.tables):
         for name in tables.names():
             found = read(tables, name)
@@ -241,7 +241,7 @@ def test_commit_is_refused_when_replaced_files_were_compacted(spark: SparkSessio
     assert ids(tables.read(spark, "t")) == list(range(5))
 
 
-def test_a_compaction_is_no_change_of_rows(spark: SparkSession, tables: Tables) -> None:
+def test_a_compaction_is_not_a_change_of_rows(spark: SparkSession, tables: Tables) -> None:
     for start in (0, 10, 20):
         tables.append("t", numbers(spark, start, start + 10).coalesce(1))
     seen = tables.version("t")
@@ -303,7 +303,7 @@ def test_a_load_survives_the_end_and_the_failure_of_another_one(
     assert {path.name for path in (tables.folder / "t").iterdir() if path.is_dir()} == {LOG}
 
 
-def test_a_table_that_is_not_there_is_named(spark: SparkSession, tables: Tables) -> None:
+def test_a_missing_table_is_named(spark: SparkSession, tables: Tables) -> None:
     assert tables.names() == []
     with pytest.raises(InvalidMessage, match="there is no table t in"):
         tables.read(spark, "t")

@@ -251,7 +251,7 @@ def save_node(
     try:
         decoded = json.loads(properties)
     except ValueError as error:
-        raise click.UsageError(f"the properties are no JSON: {error}") from None
+        raise click.UsageError(f"the properties are not JSON: {error}") from None
     with open_engine(shell, shell.data_place(data), None, create=True) as engine:
         node = engine.blocking.wait(engine.graph.main(org_id or "").save(node_id, decoded, edges))
     shell.output.facts({"node_id": node_id, "version": node.version}, f"{node_id} has version {node.version}")

@@ -13,7 +13,7 @@ from postroom.cli.shell import Shell, Stopped, parse_wait, reader_gone
 
 WATCH_EVERY_S_DEFAULT = 1.0
 BAR_COLUMNS = 30
-ORGANIZATIONS_NAMED = 5  # in the line of one breaker
+ORGANIZATIONS_NAMED = 5  # organizations listed for one breaker
 CLEAR_SCREEN = "\x1b[H\x1b[2J"
 COLUMNS = [
     "organization", "P0", "P1", "P2", "P3", "waiting", "delayed", "stage", "in_flight", "done", "dead",
@@ -241,7 +241,7 @@ def _overlap(pause: Mapping[str, Any], scope: Mapping[str, str]) -> bool:
 
 
 def scope_text(org_id: str, type: str) -> str:  # noqa: A002 - the contract's word
-    """What a pause is about."""
+    """The organization and type that a pause affects."""
     whose = f"organization {org_id}" if org_id else "all organizations"
     return f"type {type} of {whose}" if type else whose if org_id else "the whole queue"
 

@@ -116,7 +116,7 @@ def _facts_of_store(place: StoreAddress, *, deep: bool) -> "Facts":
 
 
 def _show(shell: Shell, place: Path, findings: "list[Finding]", level: "Level") -> None:
-    """A line for each check; a finding with an advice has two more."""
+    """A line for each check; a finding with advice has two more."""
     output = shell.output
     for finding in findings:
         level_text = output.style(f"{finding.level:<8}", COLOURS[finding.level])

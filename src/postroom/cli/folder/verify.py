@@ -268,7 +268,7 @@ def _history_of(shell: Shell, data: Path, *, ordered: bool) -> "HistoryVerdict |
 
 
 def _damage_of_stream(folder: Path, store: str | None) -> list[dict[str, Any]]:
-    """What `postroom audit verify` finds."""
+    """The damage that `postroom audit verify` finds."""
     from postroom.audit.layout import holds_stream
     from postroom.audit.verify import verify
     from postroom.contracts.feeds import head_in

@@ -265,7 +265,7 @@ def backfill(
     "every_s",
     type=EVERY_S,
     metavar="SECONDS",
-    help="Run for ever, with a batch every SECONDS.  [default: ingest the present segments and end]",
+    help="Run until stopped, with a batch every SECONDS.  [default: ingest the present segments and end]",
 )
 @skip_option
 @spark_options

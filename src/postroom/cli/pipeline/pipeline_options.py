@@ -130,7 +130,7 @@ spark_options = together(
         "--monitor/--no-monitor",
         default=True,
         show_default=True,
-        help="Spark's UI on a free port of loopback, with a local master, and an event log beside local "
+        help="Spark's UI on a free port of loopback, with a local master, and an event log next to local "
         "tables.",
     ),
 )
@@ -234,7 +234,7 @@ def pipeline_on_spark(
 
 
 def _event_log(tables: "Tables", remote: str | None, say: Callable[[str], None]) -> dict[str, str]:
-    """The settings for an event log beside tables of this machine. A Spark Connect server has its own."""
+    """The settings for an event log next to local tables. A Spark Connect server has its own."""
     from postroom.pipeline.spark.event_logs import event_log_settings
 
     local = tables.storage.local

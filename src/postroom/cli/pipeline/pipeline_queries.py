@@ -177,7 +177,7 @@ def expect(shell: Shell, /, tables: TablesPlace, rules: Path | None, lineage: "J
     The kinds are not_null, unique, known_values, freshness and reject_rate. An expectation is breached if
     the share of rows that break it exceeds its `most`; of freshness, if the newest row is older than `most`
     seconds. The exit code is 0 without a breach, and 1 otherwise. The results of a breach are also an event,
-    a file in `_breaches` beside the tables; --lineage emits it, and the results without a breach. `report`
+    a file in `_breaches` next to the tables; --lineage emits it, and the results without a breach. `report`
     names breaches, with the same --rules.
 
     \b
@@ -212,7 +212,7 @@ def expect(shell: Shell, /, tables: TablesPlace, rules: Path | None, lineage: "J
 
 
 def _keep_breach(shell: Shell, tables: "Tables", event: dict[str, Any]) -> None:
-    """Write the event beside the tables. A reader without the right to write there still gets the result."""
+    """Write the event next to the tables. A reader without permission to write still gets the result."""
     from postroom.pipeline.query.expectations import BREACHES, keep_breach
 
     try:

@@ -1,7 +1,7 @@
 """Commands that use a JVM, and end it at the first signal.
 
 Rule 1: the main thread never waits for the JVM. Its connection would be busy then, so that a request to stop
-        Spark would queue behind the pending answer.
+        Spark would wait until the pending answer arrives.
 Rule 2: when a signal arrives while a JVM starts, the command waits for the start and then ends the JVM. An
         abandoned JVM would not notice that its parent has gone. Further signals are ignored meanwhile.
 """
@@ -43,7 +43,7 @@ def beside_spark(command: Callable[..., T]) -> Callable[..., T]:
 
 
 def follower(command: Callable[..., None]) -> Callable[..., None]:
-    """Make a signal the normal end of a command that runs for ever, with a batch every `every_s` seconds."""
+    """Let a signal end a command normally that runs a batch every `every_s` seconds."""
 
     @wraps(command)
     def follow(*arguments: Any, **options: Any) -> None:

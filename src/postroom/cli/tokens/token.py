@@ -71,7 +71,7 @@ def _names_option(
     help="Its organization.  [default: all of them; with --url, that of the admin]",
 )  # fmt: skip
 @click.option("--agent", default="", metavar="NAME", help="The agent that it acts for. An agent needs one.")
-@click.option("--expires-s", type=parse_wait, metavar="S", help="How long it is valid.  [default: for ever]")
+@click.option("--expires-s", type=parse_wait, metavar="S", help="How long it is valid.  [default: no expiry]")
 @_names_option("--may-send-to", "An agent that it may send tasks to.", "builder")
 @_names_option("--may-claim", "An agent whose tasks it may claim, besides its own.", "builder")
 @_names_option("--may-read", "An agent whose tasks it may read, besides its own.", "critic")

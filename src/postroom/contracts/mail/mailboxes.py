@@ -109,7 +109,7 @@ class Observer(Protocol):
     def expired(self, box: Mailbox) -> None: ...
 
     def stored(self, box: Mailbox, letters: list[Letter], sender: str) -> None:
-        """Letters of one send are stored."""
+        """Called when the letters of one send are stored."""
 
     def removed(self, box: Mailbox, number: int) -> None: ...
 

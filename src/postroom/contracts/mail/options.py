@@ -59,16 +59,16 @@ class MailOptions(msgspec.Struct, frozen=True, kw_only=True):
     stored_bytes_max: int = 1 << 30
     """Memory that all messages and mailboxes may take up."""
     quota_messages: int = 0
-    """Messages of one mailbox; 0 is no quota."""
+    """Messages of one mailbox; 0 means no quota."""
     quota_bytes: int = 128 << 20
-    """Memory that the messages of one mailbox may take up; 0 is no quota."""
+    """Memory that the messages of one mailbox may take up; 0 means no quota."""
     client_quota_bytes: int = 256 << 20
-    """Memory that the messages and mailboxes of one client may take up; 0 is no quota. A client is a user, or
-    a network address without a login."""
+    """Memory that the messages and mailboxes of one client may take up; 0 means no quota. A client is a user,
+    or a network address without a login."""
     client_quota_mailboxes: int = 100_000
     client_quota_agents: int = 1_000
     group_window: int = 32
-    """Undeleted messages that a member of a queue group may hold; 0 is no limit."""
+    """Undeleted messages that a member of a queue group may hold; 0 means no limit."""
     dead_letter_after: int = 0
     """Failed deliveries to a group after which a message moves to the mailbox `ID.dead`; 0 is never."""
     receipts: bool = False

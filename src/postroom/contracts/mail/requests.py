@@ -92,7 +92,7 @@ class Responder:
         self.record(request.link, error, request.call.verb, label)
 
     def refuse_subject(self, link: Link, reply: str, error: Mq9Error, call: str = "") -> None:
-        """Refuse a message without a look at its content. Without `call`, its subject is no call."""
+        """Refuse a message without a look at its content. Without `call`, its subject is not a call."""
         if reply:
             link.answer(reply, replies.refused(error))
         self.record(link, error, call)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of `Tasks`. Every refusal is an `InvalidMessage` with one sentence."""
+"""Checks of the arguments of `Tasks`. Every refusal is an `InvalidMessage`."""
 
 import math
 from collections.abc import Iterable

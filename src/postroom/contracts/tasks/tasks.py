@@ -127,7 +127,7 @@ class TaskPurge:
         is_late = now >= self._last + PURGE_EVERY_S
         if self._calls < PURGE_EVERY_CALLS and not is_late:
             return
-        # Many calls alone are no reason: a purge is worth it when the oldest task has expired.
+        # Many calls alone are not a reason: a purge is worth it when the oldest task has expired.
         is_worth_it = is_late or self._has_expired(self._store.find(Listing(limit=1)))
         self._calls, self._last = 0, now
         if is_worth_it:
@@ -483,13 +483,13 @@ class Tasks(Closing):
 
 
 def notifier_of(store: Store) -> Notifier:
-    """The wake-ups of a store: through its database, or through files beside it."""
+    """The wake-ups of a store: through its database, or through files next to it."""
     channel = store.nudge_channel()
     return Notifier(notifier_folder(store.url)) if channel is None else DatabaseNotifier(*channel)
 
 
 def notifier_folder(url: str) -> Path | None:
-    """The folder beside the database; None for a store that has no file."""
+    """The folder next to the database; None for a store that has no file."""
     ledger = url.partition("ledger=")[2] or url
     path = ledger.removeprefix("sqlite:///")
     return None if path == ledger else Path(f"{path}.bells")

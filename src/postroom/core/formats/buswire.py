@@ -118,7 +118,7 @@ def draft(
         stored = _encode_unusual(body)
     try:
         fields = _common_fields(kind, project_id, task_id, run_id)
-    except TypeError:  # an unhashable argument is no text: the uncached call names it in its error
+    except TypeError:  # an unhashable argument is not text: the uncached call names it in its error
         fields = _common_fields.__wrapped__(kind, project_id, task_id, run_id)
     if parents or attachment_path:
         fields += _parents_field(parents) if parents else ""

@@ -196,7 +196,7 @@ _LIFTED: Final = frozenset(
 
 
 def _cost(reported: Any) -> Decimal | None:
-    """The cost that a handler reported; None for a value that is no amount, such as NaN."""
+    """The cost that a handler reported; None for a value that is not an amount, such as NaN."""
     if not isinstance(reported, int | float) or not abs(reported) < COST_USD_BELOW:
         return None
     return round(Decimal(str(reported)), COST_DECIMALS)

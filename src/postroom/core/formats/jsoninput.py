@@ -96,7 +96,7 @@ def is_nested_deeper(data: bytes, levels: int) -> bool:
 
 
 class Size(NamedTuple):
-    """What a part of a JSON text has outside of strings."""
+    """Counts of a part of a JSON text, strings excluded."""
 
     elements: int
     depth: int

@@ -93,7 +93,7 @@ def question(
 
 
 def is_valid(advice: object, asked: Question) -> bool:
-    """Whether an advice answers the question."""
+    """Whether advice answers the question."""
     return (
         isinstance(advice, Advice)
         and advice.choice in asked.options

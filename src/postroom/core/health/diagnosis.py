@@ -23,7 +23,7 @@ BACKLOG_SHARE = 0.8  # of the depth at which a queue refuses messages
 SHIPPER_LAG_S = 60.0
 TOKEN_SOON_S = 7 * 86_400.0
 TRANSACTION_LONG_S = 300.0  # an open transaction keeps old rows of all tables
-DEAD_ROWS_MIN = 100_000  # fewer old rows are no trouble, even in a small table
+DEAD_ROWS_MIN = 100_000  # fewer old rows are not a problem, even in a small table
 MAIL_FILES_WAITING = 2  # full files of Mail's events; one may be under way
 SHOWN_MAX = 5  # names in one finding
 
@@ -278,7 +278,7 @@ def worst(findings: Sequence[Finding]) -> Level:
 
 
 def _health(facts: Facts, check: Check) -> Iterator[Finding]:
-    """What the verdict on the flow of messages has to say in one check."""
+    """The findings of one check about the flow of messages."""
     flow = facts.store.flow if facts.store else HealthFacts()
     broken = facts.server.broken if facts.server else {}
     for reason in health.judge(replace(flow, broken=broken)).reasons:

@@ -110,7 +110,7 @@ class QueueGroup:
 
     def __init__(self, window: int) -> None:
         self.window = window
-        """Undeleted letters that a member may hold; 0 is no limit."""
+        """Undeleted letters that a member may hold; 0 means no limit."""
         self.members: dict[int, GroupMember] = {}
         """Members by connection, the least recently served first."""
         self.held: dict[int, GroupMember] = {}

@@ -320,7 +320,7 @@ def _read_run(data: bytes, position: int, line: bytes, size: int, bodies: list[b
     while (whole := (len(data) - position) // stride) >= RUN_FRAMES_FIRST:
         frames = min(frames, whole)
         end = position + frames * stride
-        # The last frame is checked first: that rules out most sequences that are no run.
+        # The last frame is checked first: that rules out most sequences that are not a run.
         if not (data.startswith(line, end - stride) and _is_run(data[position:end], line, stride, frames)):
             break
         layout = f"{len(line)}x{size}s{len(CRLF)}x"

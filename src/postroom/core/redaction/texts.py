@@ -89,7 +89,7 @@ class Texts:
         return shape_of(text)
 
     def _opened(self, word: "re.Match[str]") -> str:
-        """What a word with percent signs stands for, redacted; the word itself when nothing is found."""
+        """A percent-encoded word, decoded and redacted; the word itself when it has no secret."""
         plain = word[0]
         for _ in range(DECODINGS_MAX):
             plain = ENCODED_CHAR.sub(lambda encoded: chr(int(encoded[1], 16)), plain)

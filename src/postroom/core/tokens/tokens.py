@@ -34,7 +34,7 @@ from postroom.core.tokens.token_rules import (
 )
 
 WINDOW_NS: Final = tuple(seconds * NANOS_PER_S for seconds in (60, 86_400, 60, 86_400))
-BLOCKED_FULL: Final = 4  # dependants from which on their part of the importance is full
+BLOCKED_FULL: Final = 4  # from this number of dependants on, they give their full share of importance
 RETRIES_FULL: Final = 3
 BLOCKED_WEIGHT: Final = 0.75
 DEGRADED_SHARE: Final = 0.5  # of the tokens asked for; a degraded message gets at least these
@@ -190,7 +190,7 @@ def _five(values: Sequence[int]) -> Five:
 
 
 class Need(msgspec.Struct, frozen=True, gc=False):
-    """What a message asks for."""
+    """The tokens that a message requests, and how it may get them."""
 
     tokens: int
     tier: int

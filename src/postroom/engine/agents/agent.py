@@ -157,7 +157,7 @@ class Inbox:
         return self._all().__await__()
 
     async def page(self, after: str = "") -> list[InboxMessage]:
-        """Up to `LETTERS_A_READ_MAX` messages behind the one with this `number`. Long ones stay JSON."""
+        """Up to `LETTERS_A_READ_MAX` messages after the one with this `number`. Long ones stay JSON."""
         agent = self._agent
         self._after = joined(agent.org_id, agent.agent_id, int(after)) if after else ""
         found = await self._page(raw_value)

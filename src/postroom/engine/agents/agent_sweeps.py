@@ -44,7 +44,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Swept(msgspec.Struct, frozen=True):
-    """The keys that the next sweep continues behind; empty at the end of a kind."""
+    """The keys after which the next sweep continues; empty at the end of a kind."""
 
     agents: str = ""
     requests: str = ""

@@ -80,7 +80,7 @@ def listed(
     after: str = "",
     limit: int = BOUNCES_A_READ_MAX,
 ) -> list[BouncedAnswer]:
-    """Bounces behind a key, at most `limit`."""
+    """Bounces after a key, at most `limit`."""
     if type(limit) is not int or not 0 < limit <= BOUNCES_A_READ_MAX:
         raise InvalidMessage(f"limit must be from 1 to {BOUNCES_A_READ_MAX}, not {shown(limit)}")
     creator = None if created_by is None else parse_creator(created_by)

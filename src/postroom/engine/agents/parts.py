@@ -32,7 +32,7 @@ class Position(msgspec.Struct, frozen=True):
     acknowledged: int = 0
     """The attempt whose acknowledgment was read last."""
     attempt: int = 0
-    """The attempt of the last part, and the index of the part behind it."""
+    """The attempt of the last part, and the index of the next part."""
     index: int = 0
     chunks: int = 0
     """Chunks of that attempt so far."""
@@ -63,7 +63,7 @@ def parse_position(text: str) -> Position:
 def read_on(
     operations: Operations, message_id: str, position: Position
 ) -> tuple[list[tuple[Position, Part]], bool]:
-    """The parts behind a position, each with the position after it; and whether the answer is complete."""
+    """The parts after a position, each with the next position, and whether the answer is complete."""
     record = operations.transaction.records.get(message_id)
     if record is None or not org_of(record.queue):
         raise UnknownTask(message_id, f"there is no message {message_id!r}")
@@ -104,9 +104,9 @@ def _read_on(
 def _stored_parts(
     operations: Operations, message_id: str, cursor: Cursor, newest: int
 ) -> tuple[list[tuple[int, Part]], Literal["none", "more", "gap"]]:
-    """The stored parts of the newest attempt behind a cursor, each with its index; and what follows them.
+    """The stored parts of the newest attempt after a cursor, each with its index, and what follows them.
 
-    Parts are stored in order. A gap means that the store is damaged, so parts behind it are not returned.
+    Parts are stored in order. A gap means that the store is damaged, so later parts are not returned.
     """
     prefix = joined(message_id) + SEPARATOR
     is_begun = cursor.attempt == newest and cursor.index

@@ -12,7 +12,7 @@ from postroom.stores.transaction import Transaction
 
 
 class Apart(NamedTuple):
-    """What is stored apart from a message, as JSON; None for what the message has itself."""
+    """Long values that are stored apart from a message, as JSON; None for those in the message."""
 
     payload: bytes | None = None
     context: bytes | None = None

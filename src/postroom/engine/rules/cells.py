@@ -78,7 +78,7 @@ class Kind(Generic[T]):
     ) -> list[tuple[str, T]]:
         """Keys above `after` that begin with these parts and have more, with their values.
 
-        There are at most `limit`, and none behind the value with which `bytes_max` is reached.
+        Returns at most `limit`, and stops at the value that reaches `bytes_max`.
         """
         prefix = joined(*parts) + SEPARATOR
         after, size = after or prefix, PAGE

@@ -113,7 +113,7 @@ class Claims:
         return claimed + self._lease(chosen)
 
     def _admitted(self, lane: int, heads: list[Head]) -> list[Head]:
-        """Those that may run now. The share of promoted messages is that of messages that run."""
+        """The heads that may run now. Only messages that run count towards the share of promoted ones."""
         rotation, has_rivals = self._rotation, bool(self._rivals(lane))
         if not has_rivals and not any(other > lane for other in self._promoted):
             rotation.note_none_waits()
@@ -188,7 +188,7 @@ class Claims:
         found = self._active(lane, PROMOTED, limit)
         oldest = self._promoted[lane].queue
         if oldest not in found and org_of(oldest) not in self._paused_orgs:
-            found.append(oldest)  # out of turn, so that no message waits for ever
+            found.append(oldest)  # out of turn, so that no message waits indefinitely
         return found
 
     def _active(self, lane: int, turns: int, limit: int) -> list[str]:
@@ -216,7 +216,7 @@ class Claims:
             if not start or len(seen) >= ORGANIZATIONS_A_CLAIM_MAX:
                 break
         if not found and len(seen) >= ORGANIZATIONS_A_CLAIM_MAX:
-            self._rotation.last[turns] = at  # the next claim looks at those behind these paused ones
+            self._rotation.last[turns] = at  # the next claim starts after these paused ones
         return found[:limit]
 
     def _shares(self, queues: list[str], limit: int) -> list[tuple[str, int]]:

@@ -149,7 +149,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     adviser: Any = None
     """The `Adviser` that answers the questions of goals and conflicts; None means the rules."""
     adviser_confidence_min: float = CONFIDENCE_MIN
-    """A person decides when an advice has less confidence."""
+    """A person decides when advice has less confidence."""
     decision_timeout_s: float = DECISION_TIMEOUT_S
     """How long a person has to decide until the safe default is taken."""
     capacities: Mapping[str, float] = {}

@@ -363,7 +363,7 @@ def _reserved(grant: Grant) -> dict[str, Any]:
 
 
 def _key_of(lease: int) -> int:
-    """The key of the claim whose first lease this is: the claim of any lease is the first key behind it."""
+    """The key of a claim by its first lease. Any lease belongs to the claim of the first key after it."""
     return LEASE_LAST - lease
 
 

@@ -510,7 +510,7 @@ class Worker:
         if running.task is not None:
             running.task.cancel()
 
-    # ---- beside the cycle ----------------------------------------------------------------------
+    # ---- outside of the cycle ----------------------------------------------------------------------
 
     async def _kept_running(self, loop: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run a background loop, and start it again after an error: without them, every lease would end."""

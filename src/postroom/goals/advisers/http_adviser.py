@@ -1,4 +1,4 @@
-"""An adviser behind the chat-completions API over HTTP.
+"""An adviser that calls a chat-completions API over HTTP.
 
 Rule 1: facts are data. They are sent as one JSON text of bounded length, and the prompt says that nothing in
         them is an instruction.
@@ -215,7 +215,7 @@ def _advice(data: bytes, question: Question) -> Advice:
     try:
         answer = msgspec.json.decode(content.encode(), type=_ModelAnswer)
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-        raise _NoAdviceError("the answer of the model is no JSON object with a choice") from None
+        raise _NoAdviceError("the answer of the model is not a JSON object with a choice") from None
     found = Advice(answer.choice, answer.confidence, answer.reasoning[:REASONING_CHARS_MAX], answer.arguments)
     if not advice.is_valid(found, question):
         raise _NoAdviceError("the model chose none of the options")

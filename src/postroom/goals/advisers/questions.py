@@ -72,7 +72,7 @@ async def _decided(commits: Commits, question: Question, message: Message) -> st
 async def said_at_once(commits: Commits, question: Question) -> tuple[Advice, DecidedBy]:
     """An advice and its source, when there is no time for a person to decide.
 
-    The safe default replaces an advice below `Policy.adviser_confidence_min`.
+    The safe default replaces advice below `Policy.adviser_confidence_min`.
     """
     said, by = await asked(commits.policy.adviser, question)
     if said.confidence < commits.policy.adviser_confidence_min:

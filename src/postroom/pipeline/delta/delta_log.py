@@ -177,7 +177,7 @@ class FileList:
         return self.within(column, low, high).all()
 
     def within(self, column: str, low: Any, high: Any) -> "FileList":
-        """The same as a list of files."""
+        """The files whose range of the column overlaps `low` to `high`."""
         lowest, highest = self._column("min", column), self._column("max", column)
         if lowest is None or highest is None or low is None or high is None:
             return self
@@ -228,7 +228,7 @@ class Logs:
         self._is_pinned = False
 
     def pin(self) -> None:
-        """Let each table stay at the version that is the last one when it is first used."""
+        """Keep each table at its newest version at the time of first use."""
         self._opened, self._is_pinned = {}, True
 
     @property
@@ -259,7 +259,7 @@ class Logs:
         return -1 if delta is None else delta.version()
 
     def table_id(self, name: str) -> str:
-        """The id of a table, which it keeps for ever."""
+        """The id of a table, which never changes."""
         return str(self._require(name).metadata().id)
 
     def partitions(self, name: str) -> list[str]:
@@ -299,7 +299,7 @@ class Logs:
         return found
 
     def files(self, name: str, version: int | None = None) -> list[DataFile]:
-        """The same as Python objects; none if there is no such table."""
+        """The files of a version as Python objects; empty if the table does not exist."""
         return self.listing(name, version).all() if self.exists(name) else []
 
     def row_count(self, name: str) -> int:

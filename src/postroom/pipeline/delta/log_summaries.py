@@ -3,7 +3,7 @@
 `deltalake` reads every file of a table when it opens it. This module reads the version, the transactions and
 the numbers of rows: two columns of the last checkpoint, and the commits after it.
 
-Rule 1: the log is the only truth. Nothing is stored beside it.
+Rule 1: the log is the only truth. Nothing else is stored.
 Rule 2: a log with anything that is not understood here is left to `deltalake`: a checkpoint in several parts,
         features of a later protocol, a file without statistics, a missing commit.
 """
@@ -75,7 +75,7 @@ def _summarized(storage: Storage, name: str) -> LogSummary:
     version = -1 if checkpoint is None else checkpoint
     commits = list(_commits_after(storage, name, version))
     if not commits and (checkpoint is None or storage.size(f"{name}/{log_file(version)}") is None):
-        raise _NotUnderstood  # no table, or the note of the last checkpoint is an old one
+        raise _NotUnderstood  # no table, or `_last_checkpoint` is outdated
     before = None if checkpoint is None else _Checkpoint(storage, name, checkpoint)
     txns = {} if before is None else before.txns()
     added: dict[str, int] = {}

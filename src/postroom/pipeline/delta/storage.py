@@ -179,7 +179,7 @@ class _TakesBuffers:
 
 @contextmanager
 def _one_sentence(place: str) -> Iterator[None]:
-    """Convert errors of a file system that is not of this machine to one sentence."""
+    """Convert errors of a remote file system to one-line errors."""
     try:
         yield
     except FileNotFoundError:

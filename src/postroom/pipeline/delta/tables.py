@@ -126,7 +126,7 @@ class Tables(Logs):
         """The rows of files that were read since `small` was opened; None while it is not."""
 
     def pinned(self) -> Self:
-        """The same tables, each of them at the version that is the last one when it is first used."""
+        """A copy that keeps each table at its newest version at the time of first use."""
         pinned = copy.copy(self)
         pinned.pin()
         return pinned
@@ -324,7 +324,7 @@ class Tables(Logs):
         return staged
 
     def stage_in(self, name: str, df: DataFrame, partition: Mapping[str, str]) -> list[AddAction]:
-        """Write files of one partition, whose values are no columns of the rows.
+        """Write files of one partition, whose values are not columns of the rows.
 
         Spark then need not find the partition of each row. Several partitions may be written at once. The
         caller compares the number of rows.

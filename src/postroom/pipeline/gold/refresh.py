@@ -34,7 +34,7 @@ from postroom.pipeline.silver.tables import SILVER, day_of, hour_us, named
 from postroom.pipeline.times import DAY_US, HOUR_US, MICROS_PER_S
 
 HOURS_MAX: Final = (
-    1_000  # that are rebuilt one by one; if more changed, as after wrong clocks, whole days are
+    1_000  # hours rebuilt one by one; when more changed, as after wrong clocks, days are rebuilt
 )
 FOREVER: Final = 2**63 - 1  # the last moment
 NAMES_BROADCAST_MAX: Final = 500_000  # messages whose names are broadcast; more of them are shuffled
@@ -147,7 +147,7 @@ class GoldRefresh:
     # ---- running totals ------------------------------------------------------------------------------
 
     def _running_total(self, change: InputChange, way: Running, *, is_there: bool) -> Replacement | None:
-        """Rebuild the totals from the first hour that changed until they are as before."""
+        """Rebuild the totals from the first changed hour until they equal the stored ones."""
         changed = self._changed_period(change, way) if is_there else (_first_us(change.days), FOREVER)
         if changed is None:
             return None

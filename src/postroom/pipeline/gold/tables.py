@@ -4,7 +4,7 @@ Rule 1: a table follows a change without reading the rest of history: it adds su
         changed. A table that spans days is computed from a small table by day: `gold_depth` from `gold_flow`,
         `gold_poison_suspects` from `gold_crashes`, `gold_dlq_patterns` from `gold_dlq_templates`.
 Rule 2: percentiles are exact, and do not depend on partitioning: the value at the nearest rank of the sorted
-        list. A histogram of fixed buckets beside them can be summed over any groups.
+        list. A histogram of fixed buckets next to them can be summed over any groups.
 Rule 3: money is decimal from end to end.
 Rule 4: `hour_us` is the start of a UTC hour. A message counts in the hour of its creation, an event in the
         hour in which it happened.

@@ -42,7 +42,7 @@ NUMBER_DIGITS_MAX: Final = 18  # of a number that is compared as a long
 STREAM: Final = "stream"  # of an event that arrives: the folder of its stream
 BLANK: Final = r"^\s*$"
 SEGMENT_BITS: Final = 63  # of a non-negative long
-EXACT: Final = "decimal(38,29)"  # the most decimal places beside the digits before the point
+EXACT: Final = "decimal(38,29)"  # the most decimal places, besides the digits before the point
 LONG_AMOUNT: Final = r'"cost_usd"\s*:\s*[-+.0-9eE]{30}'  # more digits than `EXACT` is sure to hold
 
 
@@ -83,7 +83,7 @@ def arriving_events(spark: SparkSession, folder: str, ingested: int, bytes_max: 
 
 
 def is_bad() -> Column:
-    """Whether a parsed line is no event: not JSON, wrong types, missing fields, a time or schema too high."""
+    """Whether a parsed line is invalid: not JSON, wrong types, missing fields, a time or schema too high."""
     missing = [F.col(name).isNull() for name in REQUIRED]
     bad = reduce(or_, [F.col(CORRUPT).isNotNull(), *missing, ~_is_in_time(), _is_newer()])
     return F.coalesce(bad, F.lit(True))  # noqa: FBT003 - a literal of SQL
@@ -98,7 +98,7 @@ def events(parsed: DataFrame) -> DataFrame:
 
 
 def validated(texts: DataFrame) -> DataFrame:
-    """The non-blank lines of texts (`value`, `segment`, `date`), each with the `reason` why it is no event.
+    """The non-blank lines of texts (`value`, `segment`, `date`), each with the `reason` why it is invalid.
 
     Every line is parsed several times, so this costs a multiple of `plain`.
     """
@@ -136,7 +136,7 @@ def read_valid_lines(spark: SparkSession, folder: str) -> DataFrame:
 
 
 def rejects(texts: DataFrame) -> DataFrame:
-    """Grain: one line of texts (`value`, `segment`, `date`) that is no event. Its text, and the reason."""
+    """Grain: one invalid line of texts (`value`, `segment`, `date`). Its text, and the reason."""
     # Other programs could not read a table with text that is not UTF-8.
     line = F.make_valid_utf8("value").alias("line")
     return validated(texts).where("reason IS NOT NULL").select("segment", line, "reason", "date")
@@ -179,7 +179,7 @@ def _is_newer() -> Column:
 
 
 def _reason() -> Column:
-    """Why a validated line is no event; NULL when it is one."""
+    """Why a validated line is not an event; NULL when it is one."""
     missing = [F.when(F.col(name).isNull(), F.lit(name)) for name in REQUIRED]
     names = F.concat_ws(", ", *missing)
     nothing_read = F.coalesce(*[F.col(name).cast("string") for name in EVENTS.names]).isNull()

@@ -184,7 +184,7 @@ def _mark(segments: Iterable[Segment]) -> Column:
 def _write_plain_lines(
     spark: SparkSession, tables: Tables, stream: SegmentStream, segments: list[Segment]
 ) -> list[AddAction] | None:
-    """None when a line is no event; the files are deleted then."""
+    """None when a line is not an event; the files are deleted then."""
     adds: list[AddAction] = []
     try:
         _write_by_date(spark, tables, stream, segments, adds)
@@ -228,7 +228,7 @@ def _is_whole(add: AddAction) -> bool:
 def write_validated_lines(
     spark: SparkSession, tables: Tables, stream: SegmentStream, segments: list[Segment]
 ) -> WrittenSegments:
-    """Validate every line. A line that is no event is left out, and the bit of its segment is set."""
+    """Validate every line. A line that is not an event is left out, and the bit of its segment is set."""
     seen = Observation()
     texts = bronze.validated(texts_of(spark, stream, segments))
     bad = bronze.segment_bits(F.col("reason").isNotNull()).alias("bad_segments")

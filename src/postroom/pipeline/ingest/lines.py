@@ -35,7 +35,7 @@ class Inspected(NamedTuple):
 
 
 def inspect(data: bytes) -> tuple[int, bool, str]:
-    """The values of `Inspected`."""
+    """Inspect the bytes of a segment; returns the fields of `Inspected`."""
     import hashlib  # noqa: PLC0415 - an executor has only this function
 
     lines = [line for line in data.split(b"\n") if line and not line.isspace()]

@@ -47,7 +47,7 @@ def redacted(level: Level, done: Column | None = None) -> dict[str, Column]:
 
 
 def redacted_rows(level: Level) -> Callable[[pa.Table], pa.Table]:
-    """The same for rows in this process, which need no Python on an executor."""
+    """A function that redacts rows in this process, without Python on an executor."""
     redactor = Redactor(level)
     sufficient = sufficient_marks(level)
 
@@ -71,7 +71,7 @@ def redacted_rows(level: Level) -> Callable[[pa.Table], pa.Table]:
 
 
 def _texts() -> dict[str, str]:
-    """The files of the package by their names, each behind those that it imports."""
+    """The files of the package by name, each after the files that it imports."""
     folder = Path(redaction.__file__).parent
     return {
         name: (folder / f"{name}.py").read_text(encoding="utf-8").replace(redaction.__name__, PACKAGE)

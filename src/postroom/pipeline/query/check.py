@@ -6,7 +6,7 @@ Rule 1: rules and sentences are those of `core.history`: `lost`, `unknown`, `ove
 Rule 2: the lives of messages are checked for stores (`LEASED`), where one source has all events of a message.
         Event numbers are checked for every source.
 Rule 3: any event may be missing in a gap, so the state before a gap proves nothing after it.
-Rule 4: events that `retain` deleted are no gap. It deletes whole messages, so all others are checked as
+Rule 4: events that `retain` deleted are not a gap. It deletes whole messages, so all others are checked as
         usual. A message with later events is checked as after a gap.
 Rule 5: memory does not grow with the number of events. DuckDB sorts on the disk. One message at a time is in
         memory, and of each source its gaps and the hashes of messages that `retain` deleted unfinished.
@@ -58,7 +58,7 @@ class CheckResult(NamedTuple):
     """At most `SAMPLES_MAX` of each rule, ordered by rule."""
     events: int
     messages: int
-    """Messages that were accepted. A mailbox is created, too, and is no message."""
+    """Messages that were accepted. A mailbox is created, too, and is not a message."""
 
     @property
     def violations(self) -> int:
@@ -176,7 +176,7 @@ def _returned(database: Database) -> dict[str, Numbers]:
 
 
 def _doubled(database: Database, tables: Tables) -> Iterator[ViolationSample]:
-    """Numbers with two different lines. The same line twice is no violation."""
+    """Numbers with two different lines. The same line twice is not a violation."""
     wire = ", ".join(name for name in tables.schema("bronze_events").names if name not in NOT_IN_LINE)
     rows = database.each(
         f"""SELECT source, seq, coalesce(min(message_id), '') AS message_id FROM bronze_events

@@ -78,7 +78,7 @@ class Database:
             yield dict(zip(names, row, strict=True))
 
     def each_named(self, query: str) -> Iterator[tuple[list[str], tuple[Any, ...]]]:
-        """The same, each with the names of its columns, which may repeat."""
+        """Rows, each with the names of its columns. Names may repeat."""
         found = self._executed(query)
         names = [column[0] for column in found.description or ()]
         while chunk := found.fetchmany(CHUNK_ROWS):

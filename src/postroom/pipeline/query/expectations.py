@@ -2,7 +2,7 @@
 
 Rule 1: an expectation counts the rows that break it. It is breached when their share exceeds `most`.
 Rule 2: everything is computed from one version of each table, by DuckDB.
-Rule 3: a breach is kept as an event of OpenLineage, in a file of its own beside the tables, because nothing
+Rule 3: a breach is kept as an event of OpenLineage, in a file of its own next to the tables, because nothing
         can be appended to a file of an object store. Its name begins with its time, so that names sort by it.
 """
 
@@ -153,7 +153,7 @@ def _number(database: Database, expression: str, table: str) -> int:
 
 
 def keep_breach(storage: Storage, event: Mapping[str, Any]) -> str:
-    """Write the event of a breach beside the tables; returns its path. Deletes the oldest events."""
+    """Write the event of a breach next to the tables; returns its path. Deletes the oldest events."""
     name = f"{event['eventTime'].replace(':', '')}-{event['run']['runId']}.json"
     path = f"{BREACHES}/{name}"
     storage.write(path, json.dumps(event).encode() + b"\n")

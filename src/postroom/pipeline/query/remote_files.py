@@ -1,7 +1,7 @@
 """The files of a table at an address, as an Arrow dataset that DuckDB scans.
 
 Arrow's own scanner waits for its threads while it holds the GIL, and these need the GIL to call a file system
-that is written in Python. Both would wait for ever. So files are opened and read by Python threads, which
+that is written in Python. Both would wait indefinitely. So files are opened and read by Python threads, which
 release the GIL while they wait.
 """
 

@@ -32,7 +32,7 @@ class ParsedQuery(NamedTuple):
     """The names in a query."""
 
     tables: frozenset[str]
-    """Lower-case names that are no WITH names."""
+    """Lower-case names, except names of WITH clauses."""
     lists_tables: bool
 
 

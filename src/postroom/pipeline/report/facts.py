@@ -101,7 +101,7 @@ class GoalProfile(NamedTuple):
 KEPT: Final = "kept"
 """The outcome of messages of a bus, a queue of files or a mailbox, which have no end."""
 REMOVED: Final = "removed"
-"""The outcome of such messages after their deletion, which is no failure."""
+"""The outcome of such messages after their deletion, which is not a failure."""
 Times = dict[int, int]
 """A number for each column of time, by its start."""
 

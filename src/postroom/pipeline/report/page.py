@@ -1,7 +1,7 @@
 """The page: `page.html` is its template, and this module computes the values in it.
 
 Rule 1: the file stands alone. It loads nothing, and its own policy forbids it to: no script, font or image.
-Rule 2: every plot has its numbers beside it as a table, for readers who cannot see it.
+Rule 2: every plot has a table of its numbers next to it, for readers who cannot see it.
 Rule 3: the template escapes every value. Only the drawings of `plots` and `flames` are Markup.
 """
 

@@ -43,7 +43,7 @@ _TIMES: Final = ["start_us", "end_us", "duration_us", "queue_us", "attempts", "d
 def places(nodes: DataFrame, anchors: DataFrame, *, few: bool = False) -> DataFrame:
     """Grain: message_id of a parent of a node: its root and its stack. The root is NULL without a place.
 
-    Anchors are parents that are no nodes; their place is known and stays. A message without children takes
+    Anchors are parents that are not nodes; their place is known and stays. A message without children takes
     its place from its parent, so only nodes with children are computed here.
 
     Every node points at its parent. In each round a node follows several pointers, and the next round starts

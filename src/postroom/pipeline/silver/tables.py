@@ -162,7 +162,7 @@ ATTRIBUTES: Final = [
     "service",
     "body_bytes",
 ]
-"""From the event `created`, or from the earliest event. They are no group keys, because those would split a
+"""From the event `created`, or from the earliest event. They are not group keys, because those would split a
 message whose events disagree."""
 
 OUTCOMES: Final = ("", "cancelled", "expired", "completed", "dead_letter", "quarantined")
@@ -255,7 +255,7 @@ def _message_states(rows: DataFrame) -> DataFrame:
 
 
 def _attributes(rank: Column, ts_us: Column) -> Column:
-    """The attributes behind their precedence, so that the smallest struct has the ones that count."""
+    """The attributes, preceded by their precedence, so that the smallest struct has the valid ones."""
     return F.struct(rank.alias("rank"), ts_us.alias("ts_us"), *ATTRIBUTES)
 
 

@@ -18,7 +18,7 @@ SETTINGS: Final = {
 
 
 def event_log_settings(tables: Path) -> dict[str, str]:
-    """The settings of Spark that write the event log of a job beside its tables. Deletes old logs."""
+    """The settings of Spark that write the event log of a job next to its tables. Deletes old logs."""
     folder = tables / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     logs = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns, reverse=True)

@@ -1,6 +1,6 @@
 """The Spark session of a command, with the settings that the benchmarks use.
 
-Rule 1: missing software is reported in one sentence, before a JVM is started.
+Rule 1: missing software is reported in one line, before a JVM is started.
 Rule 2: a local master and its UI listen on loopback only. A cluster decides on its own addresses.
 """
 
@@ -89,7 +89,7 @@ SETTINGS: Final[dict[str, str]] = {
     "spark.sql.execution.arrow.pyspark.enabled": "true",
 }
 LOCAL_SETTINGS: Final[dict[str, str]] = {
-    # Looking at local files is quick; a job that does it for more than a few is not.
+    # Listing local files is quick; starting a Spark job to list them is slower.
     "spark.sql.sources.parallelPartitionDiscovery.threshold": "10000",
     "spark.driver.host": LOOPBACK,
     "spark.driver.bindAddress": LOOPBACK,
@@ -154,7 +154,7 @@ def spark_session(
                 return _remote_session(builder, remote, {**REMOTE_SETTINGS, **(conf or {})})
             if not MASTER.fullmatch(master):  # Spark would report it as well, with a stack trace
                 raise InvalidSetting(
-                    f"{master!r} is no master: it is local[N], spark://HOST:PORT, k8s://URL or yarn"
+                    f"{master!r} is not a master: it is local[N], spark://HOST:PORT, k8s://URL or yarn"
                 )
             _need_java()
             spark = (
@@ -169,7 +169,7 @@ def spark_session(
 
 
 def is_classic(spark: "SparkSession") -> bool:
-    """Whether a session has its JVM in this process's control, and is no Spark Connect client."""
+    """Whether a session has its JVM in this process's control, and is not a Spark Connect client."""
     return hasattr(spark, "_jsparkSession")
 
 
@@ -250,7 +250,7 @@ def _need_server(remote: str) -> None:
     url = split_address(remote)
     if url is None or url.scheme != "sc" or not url.hostname:
         raise InvalidSetting(
-            f"{shown_address(remote)!r} is no Spark Connect server: it has the form sc://HOST:PORT"
+            f"{shown_address(remote)!r} is not a Spark Connect server: it has the form sc://HOST:PORT"
         )
     try:
         socket.create_connection((url.hostname, url.port or CONNECT_PORT), CONNECT_TIMEOUT_S).close()
@@ -277,7 +277,7 @@ def _quiet() -> "Iterator[None]":
 
 @contextmanager
 def spark_errors() -> "Iterator[None]":
-    """Convert Spark's errors to one sentence: `InvalidMessage` for a refused query, else `Unavailable`."""
+    """Convert Spark's errors to one line: `InvalidMessage` for a refused query, else `Unavailable`."""
     from deltalake.exceptions import DeltaError  # noqa: PLC0415 - lazy
     from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]  # noqa: PLC0415 - lazy
     from pyspark.errors import AnalysisException, ParseException, PySparkException  # noqa: PLC0415 - lazy
@@ -294,7 +294,7 @@ def spark_errors() -> "Iterator[None]":
 
 @contextmanager
 def table_errors(name: str) -> "Iterator[None]":
-    """Convert errors of a table to one sentence that names it."""
+    """Convert errors of a table to one line that names it."""
     import duckdb  # noqa: PLC0415 - lazy
     from deltalake.exceptions import DeltaError  # noqa: PLC0415 - lazy
 

@@ -12,7 +12,7 @@ CALLERS_MAX = 20_000  # whose last calls are kept: more than there can be tokens
 
 
 class RateLimits:
-    """Counts the calls of each token. A token without a rate of its own has `default`; 0 is no limit."""
+    """Counts the calls of each token. A token without a rate of its own has `default`; 0 means no limit."""
 
     def __init__(self, default: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._default = default

@@ -33,7 +33,7 @@ E = TypeVar("E", bound=msgspec.Struct)
 
 @dataclass(slots=True)
 class Content(Generic[E]):
-    """What one file holds, to be changed."""
+    """The content of one file, which may be changed."""
 
     entries: list[E]
     owners: dict[str, str]
@@ -41,7 +41,7 @@ class Content(Generic[E]):
 
 
 class FileContents(NamedTuple, Generic[E]):
-    """What the file held when it was read."""
+    """The content of the file when it was read."""
 
     version: tuple[int, int, int]
     """Differs when the file was changed."""

@@ -141,7 +141,7 @@ def target_of(transaction: Transaction, agents: Agents, caller: Identity, name: 
 
 
 def known_target(agents: Agents, caller: Identity, name: str) -> str | None:
-    """The same queue as far as the names alone decide; None when it depends on what the store holds."""
+    """The target queue, decided by names alone; None when the content of the store decides."""
     if caller.org and (name not in caller.registered_targets or caller.org in agents.orgs_of(name)):
         return agents.queue_of(caller.org, name)
     return name if caller.org or not agents.orgs_of(name) else None

@@ -135,7 +135,7 @@ def session_file(data: Path) -> RegistryFile[Session]:
 
 
 class _TokenIndex(NamedTuple):
-    """What one version of the file says."""
+    """The tokens of one version of the file, by checksum."""
 
     version: tuple[int, int, int]
     by_digest: Mapping[str, RegisteredToken]

@@ -121,7 +121,7 @@ def reading(path: Path) -> Iterator["Archive"]:
         except PostroomError as error:
             raise type(error)(f"{path} is refused: {error}") from None
         except (tarfile.TarError, EOFError, OSError, UnicodeDecodeError, ValueError) as error:
-            raise StoreDamaged(f"{path} is no backup, or a damaged one: {error}") from error
+            raise StoreDamaged(f"{path} is not a backup, or a damaged one: {error}") from error
 
 
 class Archive:

@@ -338,7 +338,7 @@ class _Selection:
 
 
 def _is_of_part(name: str, written: set[str]) -> bool:
-    """Whether a part owns the file. Files that a part made since its state was noted are no part of it."""
+    """Whether a part owns the file. Files that a part made since its state was noted are not part of it."""
     folder, _, rest = name.partition("/")
     if folder == AUDIT_FOLDER:
         return not rest.startswith(f"{TORN}/")

@@ -25,7 +25,7 @@ from postroom.system.log import library_log
 
 FOLDER = "buses"
 SUFFIX = ".yaml"
-OF_ORGANIZATION = "@"  # before its name, so that its folder is no bus
+OF_ORGANIZATION = "@"  # before its name, so that its folder is not a bus
 FILES = f"[!{OF_ORGANIZATION}]*{SUFFIX}"  # in a folder
 EARLIER_FILE = "bus-makers.json"  # bus to the agent that created it, as AGENT or ORGANIZATION/AGENT
 TAKEN_OVER_SUFFIX = ".taken-over"

@@ -75,7 +75,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class FoundBus(NamedTuple):
-    """What a name means to a caller."""
+    """The bus that a caller means by a name."""
 
     key: BusKey
     record: BusRecord | None

@@ -35,7 +35,7 @@ def is_data_folder(folder: Path) -> bool:
 
 
 def checked_data_folder(folder: Path) -> Path:
-    """The folder. Raises `Unavailable` with the reason when it is no data folder."""
+    """The folder. Raises `Unavailable` with the reason when it is not a data folder."""
     if not folder.exists():
         raise Unavailable(f"there is no data folder {folder}: {_how_to_start(folder)}")
     if not folder.is_dir():
@@ -50,7 +50,7 @@ def checked_data_folder(folder: Path) -> Path:
 
 
 def check_key_place(path: Path) -> None:
-    """Refuse a new key file inside a data folder. A folder `mail` alone is no sign of one: /var has it."""
+    """Refuse a new key file inside a data folder. A folder `mail` alone is not a sign of one: /var has it."""
     for folder in path.absolute().parents:
         if any((folder / name).exists() for name in _OWN_FILES):
             check_outside(path, folder)

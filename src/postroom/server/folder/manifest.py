@@ -275,7 +275,7 @@ def _is_mail(name: str) -> bool:
 
 
 class _KnownStore(NamedTuple):
-    """What the store of a folder says about itself."""
+    """Facts that the store of a folder reports about itself."""
 
     identity: str
     newest_event: int

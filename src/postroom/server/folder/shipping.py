@@ -93,7 +93,7 @@ class Shipping(msgspec.Struct):
         try:
             note_head(self.sink.folder, StreamHead(stream_of(self.sink.folder), *sealed))
         except WriteFailed as error:
-            _log.warning("the head of the chain could not be recorded beside the folder: %s", error)
+            _log.warning("the head of the chain could not be recorded next to the folder: %s", error)
         self.noted = sealed
 
     def _publish(self) -> None:

@@ -323,7 +323,7 @@ class Harness:
             if execute is not None:
                 execute(decision)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - an executor may raise anything
-            if self._drain.stopping:  # stopping the harness also ends its programs: that is no failure
+            if self._drain.stopping:  # stopping the harness also ends its programs: that is not a failure
                 self._tasks.release(decision.task_id, decision.lease)
                 return False
             return self._record_failure(decision, error)

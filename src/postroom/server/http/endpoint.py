@@ -1,6 +1,6 @@
 """One route as an ASGI application: checks the token, decodes the body or query, calls the handler, replies.
 
-Rule 1: every request gets a reply. An error is one sentence, without server paths and payloads.
+Rule 1: every request gets a reply. An error is one line, without server paths and payloads.
 Rule 2: the table of `core.gate` decides who may send a request before its body is read.
 Rule 3: a body with too many bytes is refused before it is kept, and one with too many JSON elements before it
         is decoded.

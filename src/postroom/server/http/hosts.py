@@ -2,7 +2,7 @@
 
 Rule 1: another site can give its own name the address of this server (DNS rebinding). Its requests carry that
         name as their Host, so only known names are answered.
-Rule 2: an address as the Host is no such name. On a loopback connection it has to be a loopback address.
+Rule 2: an address in Host is not such a name. On a loopback connection it has to be a loopback address.
 Rule 3: over TLS the browser has compared the name with the certificate, so every Host is answered.
 """
 

@@ -5,7 +5,7 @@ Rule 2: a request that is refused before it has arrived closes its connection. P
         discarded first, because a client that is still sending would not see the reply otherwise.
 Rule 3: every reply is JSON, even to bytes that are not HTTP.
 Rule 4: every refusal is given to `ListenerConfig.refused`, because no handler sees it. A connection that is
-        closed while it is idle has made no call, and is no refusal.
+        closed while it is idle has made no call, and is not a refusal.
 Rule 5: with TLS, connections come from `TlsListener`, which sees failed handshakes.
 """
 

@@ -63,7 +63,7 @@ BODY_BYTES_A_TOKEN_MAX = 64 * 1024 * 1024
 BODY_BYTES_RESERVE = 128 * 1024 * 1024
 TERMS_KEPT_MAX = 1_024
 HEALTH_CHECK_S = 0.5
-EXPIRED_EVERY_S = 5.0  # between looks for open calls whose tokens ended by their time alone
+EXPIRED_EVERY_S = 5.0  # seconds between checks for open calls whose tokens ended by their time alone
 FLOW_WAIT_S = 1.0  # after it, `/health` answers with what the last read found
 
 
@@ -215,7 +215,7 @@ class TaskServer:
         )
 
     async def part_facts(self) -> HealthFacts:
-        """What does not work of this server."""
+        """The parts of this server that do not work."""
         return (await self._parts())[1]
 
     async def _parts(self) -> tuple[dict[str, str], HealthFacts]:

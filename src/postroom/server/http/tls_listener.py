@@ -2,7 +2,7 @@
 
 Rule 1: a connection in its handshake counts as one without a token, and the oldest of its address gives way.
 Rule 2: a failed handshake is a refusal. A connection that ends before its first byte, or that sends none,
-        has made no call, and is no refusal.
+        has made no call, and is not a refusal.
 """
 
 import asyncio

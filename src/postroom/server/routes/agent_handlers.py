@@ -77,7 +77,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def _own(request: HttpRequest) -> tuple[str, str]:
-    """The organization and the agent of the token. The agent of the path is no other one."""
+    """The organization and the agent of the token. The path names the same agent."""
     return request.identity.org, request.identity.name
 
 

@@ -125,9 +125,9 @@ def _given(body: Submit, fields: dict[str, msgspec.Raw]) -> dict[str, Any]:
 async def prepared_if_long(
     server: TaskServer, request: HttpRequest, messages: list[dict[str, Any]]
 ) -> list[Prepared]:
-    """Long messages as they are stored, and none of `messages` any more. Nothing for short ones.
+    """Long messages in their stored form; empties `messages`. Returns nothing for short messages.
 
-    Long ones would take time from the commits of all callers. Short ones cost less there than a turn.
+    Encoding long messages inside a commit would delay all callers. Short ones are cheap enough there.
     """
     core = server.engine.core
     if request.size <= DECODED_AT_ONCE_BYTES:

@@ -78,7 +78,7 @@ class ChildSpans(SpanProcessor):
         self._collected = []
 
     def collected(self) -> bytes:
-        """What was collected."""
+        """The collected spans, encoded."""
         try:
             return _encode([_data_of(span) for span in self._collected or ()])
         except Exception as error:  # noqa: BLE001 - rule 3

@@ -35,7 +35,7 @@ STATUS_KEPT_S = 1.0  # the gauges of one export share a look at the store
 NAME, TYPE = "messaging.operation.name", "messaging.operation.type"
 DESTINATION, MESSAGE_ID = "messaging.destination.name", "messaging.message.id"
 GOOD = frozenset({"completed", "deferred", "released"})
-"""Outcomes that are no errors."""
+"""Outcomes that are not errors."""
 
 _propagator = TraceContextTextMapPropagator()
 

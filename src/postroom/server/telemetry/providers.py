@@ -113,7 +113,7 @@ class Telemetry:
         return None if self._traces is None else TaskSpans(self._traces.get_tracer(SCOPE))
 
     def observe(self, gauges: Mapping[str, Callable[[], float | None]]) -> None:
-        """Export what functions return, by the name of the metric. None is no value."""
+        """Export what functions return, by the name of the metric. None is not a value."""
         if self._metrics is None:
             return
 

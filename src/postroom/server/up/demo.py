@@ -96,7 +96,7 @@ class Demo:
 
     def run(self) -> None:
         """Make traffic until `stop`."""
-        self._revoke()  # what a killed run has left
+        self._revoke()  # files that a killed run has left
         try:
             acts = enumerate(self._acts())
             threads = [threading.Thread(target=act, name=f"demo-{number}") for number, act in acts]

@@ -2,8 +2,8 @@
 
 Rule 1: the password of an address stays in this module. Errors and `url` never contain it.
 Rule 2: a connection that behaved unexpectedly is closed, never used again.
-Rule 3: no call waits for ever. The server ends statements after `STATEMENT_TIMEOUT_S`, the system closes a
-        connection whose bytes are not acknowledged within `SENT_TIMEOUT_S`, and a watchdog ends all other
+Rule 3: no call waits indefinitely. The server ends statements after `STATEMENT_TIMEOUT_S`, the system closes
+        a connection whose bytes are not acknowledged within `SENT_TIMEOUT_S`, and a watchdog ends all other
         waits.
 Rule 4: when the server refuses the role, the password, the database or the certificate, nothing is retried:
         `StoreRefused` is raised at once.
@@ -71,7 +71,7 @@ ON_DISK = (
 )
 """In a transaction: its commit waits for the disk, also when the role, the database or the server says `off`.
 
-It holds for one transaction, so that it is right behind a pooler, too. Other values stay as they are.
+It holds for one transaction, so that it also works behind a pooler. Other values stay as they are.
 """
 
 

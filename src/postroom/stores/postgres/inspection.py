@@ -1,4 +1,4 @@
-"""What a PostgreSQL server says about a store beside its messages: indexes, counters, old rows, wake-ups.
+"""Facts of a PostgreSQL server about a store, besides its messages: indexes, counters, old rows, wake-ups.
 
 Rule 1: nothing is changed.
 Rule 2: what the role may not see is left out: the transactions of other roles.

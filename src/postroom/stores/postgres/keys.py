@@ -53,7 +53,7 @@ class PostgresKeys(Store):
 
     @abstractmethod
     def _opened(self) -> PostgresKnown:
-        """What the handle knows of the store, once it is open."""
+        """Facts about the store that the handle keeps once it is open."""
 
     def _check_keys(self, found: Sequence[Sequence[Any]]) -> None:
         """Refuse a database whose keys this handle does not have, given the fact of its keys."""

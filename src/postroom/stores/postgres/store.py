@@ -1,8 +1,8 @@
 """A store in a PostgreSQL database, for any number of processes on any number of machines.
 
 Rule 1: callers of one process share commits (`group_commit`); callers that bring a whole group
-        (`write_many`) commit beside them. Transactions do not wait for each other: they lock the records that
-        they decide about, nothing else.
+        (`write_many`) commit concurrently. Transactions do not wait for each other: they lock only
+        the records that they decide about.
 Rule 2: a transaction that meets a deadlock, a conflict or a lost connection is retried from its beginning.
 Rule 3: the outcome of every commit is known before it is answered. After a lost connection the store looks
         whether the commit happened; when it cannot find out, the error says so.
@@ -280,7 +280,7 @@ class PostgresStore(PostgresKeys):
 
     @contextmanager
     def connected(self) -> Iterator[Connection]:
-        """A connection of its own, for long work that is no transaction of a caller."""
+        """A connection of its own, for long work that is not a transaction of a caller."""
         try:
             connection = self.address.connect()
             try:
@@ -353,7 +353,7 @@ class PostgresStore(PostgresKeys):
         return super().wall_us() if calculated_us is None else calculated_us
 
     def _calculated_us(self) -> int | None:
-        """The server's clock by its last answer; None when that is too old."""
+        """The server's clock, calculated from its last answer; None when the answer is too old."""
         if self._heard is None:
             return None
         database_us, then_ns = self._heard

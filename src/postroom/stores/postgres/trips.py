@@ -60,7 +60,7 @@ class Connection(psycopg.Connection[Any]):
         self.waits_since = 0.0
         """Since when this connection waits for an answer; 0 while it does not."""
         self.mark = ""
-        """Names its session on the server; empty behind a pooler, where each transaction may have another."""
+        """Names its session on the server; empty behind a pooler, where transactions switch sessions."""
         self.lock_number = 0
         """The advisory lock that its transaction holds, which names the session, too; 0 without one."""
 

@@ -1,6 +1,6 @@
 """Ends waits for a PostgreSQL server that does not answer.
 
-Rule 1: no connection waits for ever. After `ANSWER_TIMEOUT_S` its socket is shut.
+Rule 1: no connection waits indefinitely. After `ANSWER_TIMEOUT_S` its socket is shut.
 Rule 2: a connection that has waited for `SUSPECT_S` is looked up on the server, over a new connection. When
         the server does not work for it, the question or the answer was lost: the connection is half open.
         Both of its ends are closed, so that its locks on the server do not outlive it. Behind a pooler the

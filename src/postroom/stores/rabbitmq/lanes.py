@@ -242,7 +242,7 @@ class Deliveries:
         self._wake()
 
     def take_new_home(self) -> bool:
-        """Whether there is a new home since the last call: then the next claim goes to the ledger."""
+        """Whether the home lane changed since the last call. If so, the next claim reads the ledger."""
         found, self._has_new_home = self._has_new_home, False
         return found
 

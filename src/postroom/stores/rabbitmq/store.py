@@ -94,7 +94,7 @@ def parse_address(url: str) -> BrokerAddress:
     shown = f"{user.partition(':')[0]}@{hosts}" if user else hosts
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     if unknown := sorted(set(options) - set(OPTIONS)):
-        raise InvalidSetting(f"{unknown[0]!r} is no option of a broker: use one of {', '.join(OPTIONS)}")
+        raise InvalidSetting(f"{unknown[0]!r} is not an option of a broker: use one of {', '.join(OPTIONS)}")
     nodes = [host for host in hosts.split(",") if host]
     if not nodes:
         raise InvalidSetting("the URL of a broker names at least one host")
@@ -378,7 +378,7 @@ class RabbitStore(Store):
 
     @property
     def trouble(self) -> str:  # type: ignore[override]
-        """Why the ledger cannot write. A broker that is away delays messages and is no reason to stop."""
+        """Why the ledger cannot write. An unreachable broker delays messages, but the service continues."""
         return self._ledger.trouble
 
     @property

@@ -1,4 +1,4 @@
-"""Checkpoints: a thread moves the pages of the WAL into the database beside the commits.
+"""Checkpoints: a thread moves pages of the WAL into the database, concurrently with commits.
 
 SQLite itself would checkpoint within the commit that makes the WAL too long, and the caller of that commit
 would wait for all pages and two fsyncs. Here writers wait only for the pages written during the checkpoint.

@@ -53,7 +53,7 @@ def check_kind(path: Path) -> None:
         tables = {name for (name,) in ask(connection, "SELECT name FROM sqlite_schema WHERE type = 'table'")}
     except apsw.NotADBError:
         raise StoreDamaged(
-            f"{path} is not a store of tasks: it is no SQLite database, or its beginning is damaged"
+            f"{path} is not a store of tasks: it is not a SQLite database, or its beginning is damaged"
         ) from None
     finally:
         connection.close()
@@ -126,7 +126,7 @@ def migrate(connection: apsw.Connection, path: Path) -> None:
 
 
 def keep_copy(connection: apsw.Connection, path: Path, version: int) -> None:
-    """Copy the store before an upgrade, into a file such as `queue.db.before-5` beside it."""
+    """Copy the store before an upgrade, into a file next to it, such as `queue.db.before-5`."""
     kept = path.with_name(f"{path.name}.before-{version}")
     temporary = path.with_name(f".{kept.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
     try:

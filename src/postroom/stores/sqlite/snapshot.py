@@ -273,7 +273,7 @@ def address_after_move(path: Path) -> str:
 
 
 def read_at_rest_or_live(path: Path, work: Callable[[SqliteSnapshot], T]) -> T:
-    """Run `work` on a snapshot, without creating files beside a store that no process uses.
+    """Run `work` on a snapshot, without creating files next to a store that no process uses.
 
     Without a WAL no process has the store open. When a WAL appears during `work`, `work` runs again.
     """

@@ -271,7 +271,7 @@ class SqliteStore(Store):
             raise HandleDead(self.path)
         if self._cursor is None:
             try:
-                check_kind(self.path)  # before files are created beside the file of another program
+                check_kind(self.path)  # before creating files next to another program's file
             except (apsw.Error, OSError) as error:
                 self._translate(error)
         if refill and not self._reserve.whole:

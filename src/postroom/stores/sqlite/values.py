@@ -54,7 +54,7 @@ def checksums(values: Sequence[bytes], start: int) -> bytes:
 
 
 def start_of(*texts: str) -> int:
-    """The checksum of texts that stand beside a value."""
+    """The checksum of texts that are stored next to a value."""
     return zlib.crc32("\x1f".join(texts).encode())
 
 
@@ -103,7 +103,7 @@ def _fits(value: Any, crc: Any, start: int = 0) -> bool:
 
 
 def _lines_fit(trail: Any, crc: Any) -> bool:
-    """Whether the newest lines of a trail are the written ones."""
+    """Whether the newest lines of a trail match their checksum."""
     if not isinstance(trail, bytes) or not isinstance(crc, bytes):
         return False
     lines = trail.split(b"\n")[:-1]
