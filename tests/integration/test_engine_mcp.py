@@ -1,6 +1,7 @@
 """Tools of MCP servers as handlers of `tool_call`: a third-party server, and one that misbehaves."""
 
 import asyncio
+import io
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -89,6 +90,18 @@ def test_tool_call_passes_on_progress_errors_and_cancellation(tmp_path: Path) ->
         await until(lambda: "hang begins" in calls(tmp_path))
         await engine.cancel(hanging.message_id)
         await until(lambda: "hang cancelled" in calls(tmp_path))
+
+    run(opened(tmp_path), check)
+
+
+def test_a_server_starts_in_a_program_that_has_replaced_its_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mcp.client.stdio.stdio_client.__wrapped__.__defaults__", (io.StringIO(),))
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+
+    async def check(engine: Engine) -> None:
+        await engine.request(**calling("count", steps=1), timeout_s=HANG_GUARD_S)
 
     run(opened(tmp_path), check)
 

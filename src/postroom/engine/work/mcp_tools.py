@@ -7,6 +7,7 @@ Rule 3: the MCP library is imported with the first call.
 """
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
@@ -77,12 +78,16 @@ class McpServer:
     async def _opened(self) -> AsyncIterator[Any]:
         import httpx2  # noqa: PLC0415 - rule 3
         from mcp import Client, StdioServerParameters  # noqa: PLC0415 - rule 3
+        from mcp.client.stdio import stdio_client  # noqa: PLC0415 - rule 3
         from mcp.client.streamable_http import streamable_http_client  # noqa: PLC0415 - rule 3
 
         if self._command:
             command, *args = self._command
             parameters = StdioServerParameters(command=command, args=args, env=dict(self._env))
-            async with Client(parameters) as client:
+            # The default of the library is what `sys.stderr` was at its import, perhaps a stream of a program
+            # without a descriptor.
+            errors = sys.__stderr__ or sys.stderr
+            async with Client(stdio_client(parameters, errors)) as client:
                 yield client
             return
         timeout = httpx2.Timeout(CONNECT_S, read=ANSWER_S)
