@@ -260,7 +260,7 @@ def test_nodes_of_earlier_versions_are_kept(request: Any, tmp_path: Path, earlie
         assert (await graph.main().get("rome")).properties == {"nights": 3}
         assert [(await one.get("price")).properties for one in (acme, bolt)] == [{"eur": 1}, {"eur": 9}]
         for kind in (HISTORY.name, HISTORY_AT.name, "graph.main", "graph.history", "graph.history_at"):
-            assert await graph.place.read(lambda cells, kind=kind: cells.cells(kind)) == []
+            assert await graph.place.read(lambda cells, kind=kind: cells.cells.page(kind)) == []
 
     opened = earlier(request, tmp_path)
     for _ in range(2):  # the second opening finds nothing to move
