@@ -17,9 +17,9 @@ from postroom import (
 )
 from postroom.engine.agents.agent_operations import AgentOperations
 from postroom.engine.agents.agent_sweeps import Swept, sweep
+from postroom.engine.agents.answer_parts import PART_CELLS_A_READ_MAX, Position, parse_position, read_on
 from postroom.engine.agents.inboxes import Inboxes
 from postroom.engine.agents.leases import LEASE_S, Leases, WantedPrograms
-from postroom.engine.agents.parts import PART_CELLS_A_READ_MAX, Position, parse_position, read_on
 from postroom.engine.rules.cells import AGENT_COUNTS, AgentEntry, Part
 from postroom.engine.rules.operations import Operations
 from postroom.errors import InvalidMessage, TooMany

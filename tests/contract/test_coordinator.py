@@ -24,9 +24,9 @@ from postroom import (
 from postroom.engine.agents.agent import PARTS_WAITING_MAX
 from postroom.engine.agents.agent_operations import AgentOperations
 from postroom.engine.agents.agent_sweeps import bounce
+from postroom.engine.agents.answer_parts import PART_CELLS_A_READ_MAX
 from postroom.engine.agents.inboxes import LETTERS_BYTES_A_READ_MAX, Inboxes
 from postroom.engine.agents.leases import Leases
-from postroom.engine.agents.parts import PART_CELLS_A_READ_MAX
 from postroom.engine.rules.cells import INBOXES, LETTER_BODIES, LETTERS, PARTS, REQUESTS, AgentLetter
 from postroom.engine.work.context import PARTS_A_COMMIT_MAX
 from postroom.errors import InvalidMessage, TooMany

@@ -13,7 +13,7 @@ from postroom.contracts.tasks.task_storage import COUNTED_BYTES
 from postroom.engine.rules.cells import GOALS, KEY_ENDS, KEYS, MESSAGE_BYTES, PARTS, RATES, STORED_BYTES, Part
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.outcomes import Outcome
-from postroom.engine.rules.retention import (
+from postroom.engine.rules.purge import (
     CELLS_A_COMMIT_MAX,
     EVENTS_A_COMMIT_MAX,
     FORGOTTEN_A_COMMIT_MAX,

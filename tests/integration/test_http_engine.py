@@ -15,7 +15,7 @@ from postroom.client import EngineClient, GuardTripped
 from postroom.engine.messages import Body, encode_body
 from postroom.message import Envelope
 from postroom.server.access.registry import Identity
-from postroom.server.http.messages import Refusal
+from postroom.server.http.exchange import Refusal
 from postroom.server.http.task_server import DECODED_AT_ONCE_BYTES
 from postroom.server.routes.engine_handlers import SEARCHED_BYTES_MAX, attributed, check_attribution
 from tests.integration.engineworkers import working

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from postroom.engine.agents import agent_operations as agents_module
 from postroom.engine.agents import agent_sweeps
 from postroom.engine.agents.agent_operations import AgentOperations
+from postroom.engine.agents.answer_parts import read_on
 from postroom.engine.agents.inboxes import Inboxes
-from postroom.engine.agents.parts import read_on
 from postroom.engine.rules.cells import REQUESTS, OpenRequest
 from postroom.engine.rules.operations import Operations
 from postroom.stores.memory import UndoJournal

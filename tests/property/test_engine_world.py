@@ -25,7 +25,7 @@ from postroom.engine.rules import token_budgets as token_books
 from postroom.engine.rules.cells import EFFECTS, KEYS
 from postroom.engine.rules.claims import Claims
 from postroom.engine.rules.outcomes import Outcomes
-from postroom.goals.registry import OperationRegistry
+from postroom.goals.operation_registry import OperationRegistry
 from postroom.message import Moment, Record, Step
 from postroom.stores.memory import UndoJournal
 from postroom.testing import HandlerWorld, World

@@ -1,6 +1,6 @@
 """Pages of the stream of an answer."""
 
-from postroom.engine.agents.parts import Position
+from postroom.engine.agents.answer_parts import Position
 from postroom.engine.rules.cells import Part
 from postroom.server.routes.engine_handlers import stream_page
 from postroom.server.routes.event_streams import STREAM_PAGE_BYTES_MAX

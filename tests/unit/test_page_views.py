@@ -20,7 +20,7 @@ from postroom.page.letters import patterns, preview
 from postroom.page.live import Batch, happenings_of
 from postroom.page.messages import MessagesViewQuery, lines, tree
 from postroom.page.reports import REPORT_BYTES_MAX, Files, content_of, files_in, is_stale
-from postroom.server.http.messages import Refusal
+from postroom.server.http.exchange import Refusal
 from postroom.stores.base import ByIds
 from tests.waiting import HANG_GUARD_S
 

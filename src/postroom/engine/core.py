@@ -7,7 +7,7 @@ from postroom.engine.additions import Additions
 from postroom.engine.commits import Commits
 from postroom.engine.message_input import Registry
 from postroom.engine.rules.policy import PAYLOAD_KEYS, REQUEST_TYPES, Policy
-from postroom.engine.rules.retention import EnginePurge
+from postroom.engine.rules.purge import EnginePurge
 from postroom.engine.submits import Submits
 from postroom.engine.wakeups import Wakeups
 from postroom.engine.work.handlers import Handlers

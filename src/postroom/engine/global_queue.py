@@ -18,8 +18,8 @@ from postroom.core.lifecycle.versions import Migration
 from postroom.core.names import is_name
 from postroom.engine import inspection
 from postroom.engine.agents.agent_operations import AgentInfo, AgentOperations
+from postroom.engine.agents.answer_parts import joined_answer
 from postroom.engine.agents.bounces import Bounces
-from postroom.engine.agents.parts import joined_answer
 from postroom.engine.blocking import (
     BlockingBounces,
     BlockingDeadLetters,

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from postroom.engine.agents.parts import Position, read_on
+from postroom.engine.agents.answer_parts import Position, read_on
 from postroom.engine.explanation import explain
 from postroom.engine.messages import result_of
 from postroom.engine.rules.cells import Part

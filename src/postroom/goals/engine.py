@@ -34,8 +34,8 @@ from postroom.goals.decisions import Decisions
 from postroom.goals.goals import Goals
 from postroom.goals.graph.falkordb import FalkorGraph
 from postroom.goals.graph.graph import Graph, Graphs, LedgerGraph
+from postroom.goals.operation_registry import Conflicts
 from postroom.goals.recovery import Recovery
-from postroom.goals.registry import Conflicts
 from postroom.sandbox.pools import BorrowedSandbox, Sandboxes
 from postroom.sandbox.sandbox import BlockingSandbox
 from postroom.stores.memory import MemoryStore

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from postroom.engine.rules import extensions
 from postroom.engine.rules.cells import Kind
-from postroom.goals import decisions, progress, registry
+from postroom.goals import decisions, operation_registry, progress
 from postroom.goals.goal_cells import CONTEXTS, DECISIONS, MESSAGES, OPEN, STATES, USED
 from postroom.stores.transaction import Transaction
 
@@ -41,13 +41,13 @@ def _forget_goal(transaction: Transaction, goal_id: str) -> None:
 
 extensions.on_submit.append(progress.check)
 extensions.on_accept.append(progress.accepted)
-extensions.on_claim.append(registry.OperationRegistry)
+extensions.on_claim.append(operation_registry.OperationRegistry)
 extensions.on_effect.append(progress.effect_begun)
 extensions.on_effect_dropped.append(progress.effect_dropped)
-extensions.on_release.append(registry.released)
-extensions.on_complete.extend([registry.completed, progress.completed])
-extensions.on_end.extend([registry.released, progress.ended])
+extensions.on_release.append(operation_registry.released)
+extensions.on_complete.extend([operation_registry.completed, progress.completed])
+extensions.on_end.extend([operation_registry.released, progress.ended])
 extensions.on_replay.append(progress.reopened)
 extensions.on_forget.append(progress.forgotten)
 extensions.on_purge.append(purge)
-decisions.on_ruling.append(registry.ruled)
+decisions.on_ruling.append(operation_registry.ruled)

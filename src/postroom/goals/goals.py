@@ -165,7 +165,7 @@ class Goals:
 
         await self._write(work)
         if not self._graph.is_embedded:
-            await self._graph.write(partial(_drop_branch, goal_id=goal_id))
+            await self._graph.write(partial(branches.drop_branch, goal_id=goal_id))
             await self._note(goal_id)
         return await self.status(goal_id)
 
@@ -249,11 +249,11 @@ class Goals:
         after: str | None = ""
         while after is not None:
             after = await self._write(
-                partial(_cancel_some, policy=policy, checkpoint=checkpoint, after=after)
+                partial(rollback.cancel_some, policy=policy, checkpoint=checkpoint, after=after)
             )
         if not self._graph.is_embedded:
             version = checkpoint.graph_version
-            await self._graph.write(partial(_undo_to, goal_id=checkpoint.goal_id, version=version))
+            await self._graph.write(partial(branches.undo_to, goal_id=checkpoint.goal_id, version=version))
         await self._write(lambda transaction: rollback.restore(transaction, policy, checkpoint))
         await self._write(
             lambda transaction: rollback.resume(transaction, policy, checkpoint.goal_id, accepted)
@@ -465,20 +465,12 @@ def status_of(transaction: Transaction, goal_id: str) -> GoalStatus:
     )
 
 
-def _cancel_some(transaction: Transaction, policy: Policy, checkpoint: Checkpoint, after: str) -> str | None:
-    return rollback.cancel_some(transaction, policy, checkpoint, after)
-
-
 # ---- on a graph outside the ledger -----------------------------------------------------------------
 
 
 def _open_branch(cells: HasCells, goal_id: str, org_id: str) -> None:
     if branches.BRANCHES.get(cells, goal_id) is None:
         branches.open_branch(cells, goal_id, org_id)
-
-
-def _drop_branch(cells: HasCells, goal_id: str) -> None:
-    branches.drop_branch(cells, goal_id)
 
 
 def _merge_branch(cells: HasCells, goal_id: str, choices: dict[tuple[str, str], str]) -> list[NodeConflict]:
@@ -491,7 +483,3 @@ def _merge_branch(cells: HasCells, goal_id: str, choices: dict[tuple[str, str], 
     if not conflicts:
         branches.MERGED.put(cells, True, goal_id)  # noqa: FBT003
     return conflicts
-
-
-def _undo_to(cells: HasCells, goal_id: str, version: int) -> None:
-    branches.undo_to(cells, goal_id, version)

@@ -25,7 +25,7 @@ from postroom.errors import InvalidMessage, NotAllowed, PostroomError, shown
 from postroom.server.access.registry import Identity
 from postroom.server.app import TasksApp
 from postroom.server.http.endpoint import note_refusal
-from postroom.server.http.messages import IDENTITY, TOKEN
+from postroom.server.http.exchange import IDENTITY, TOKEN
 
 ORG_DEFAULT = "default"
 """The organization in which an operator of all organizations acts as an agent."""

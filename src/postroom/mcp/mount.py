@@ -20,7 +20,7 @@ from postroom.mcp.presence import Presence
 from postroom.mcp.resources import check_entries
 from postroom.server.app import TasksApp
 from postroom.server.http.endpoint import read_body, refuse
-from postroom.server.http.messages import IDENTITY, TOKEN, ClientDisconnected, HttpRequest, Refusal
+from postroom.server.http.exchange import IDENTITY, TOKEN, ClientDisconnected, HttpRequest, Refusal
 
 PATH = "/mcp"
 BODY_BYTES_MAX = 1024 * 1024  # the library decodes bodies in the event loop

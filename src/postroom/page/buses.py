@@ -9,7 +9,7 @@ import msgspec
 from postroom.calls.fields import Scope, Text
 from postroom.message import BusMessage
 from postroom.page.redaction import REDACTED_CHARS_MAX, begin_view, shown_body, shown_by, shown_name
-from postroom.server.http.messages import HttpReply, HttpRequest
+from postroom.server.http.exchange import HttpReply, HttpRequest
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.event_streams import EventStream, bus_pages
 

@@ -26,7 +26,7 @@ from postroom.page.redaction import (
     shown_text,
     shown_texts,
 )
-from postroom.server.http.messages import HttpReply, HttpRequest
+from postroom.server.http.exchange import HttpReply, HttpRequest
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.goal_handlers import answered, check_goal
 from postroom.stores.transaction import Transaction

@@ -17,7 +17,7 @@ from postroom.engine.rules.cells import PAUSES, SEPARATOR
 from postroom.engine.rules.operations import Operations
 from postroom.page.messages import PageSize, read
 from postroom.page.redaction import shown_by, shown_name, shown_text
-from postroom.server.http.messages import HttpReply, HttpRequest
+from postroom.server.http.exchange import HttpReply, HttpRequest
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.engine_handlers import operated_org, visible
 

@@ -23,7 +23,7 @@ from postroom.page.activity import Activity
 from postroom.page.overview import OverviewFacts, Snapshot, read_facts, seen_by, snapshot, with_names_hidden
 from postroom.page.redaction import Hide, names_hidden
 from postroom.server.access.shares import Shares
-from postroom.server.http.messages import HttpRequest, disconnection
+from postroom.server.http.exchange import HttpRequest, disconnection
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.event_streams import STREAM_STARTS, chunk, end_stream, is_number, sse
 from postroom.server.telemetry.server_log import error_location

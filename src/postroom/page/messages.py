@@ -29,7 +29,7 @@ from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored, org_of
 from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text, shown_texts
 from postroom.server.access.registry import Identity
 from postroom.server.access.task_names import stored_id
-from postroom.server.http.messages import HttpReply, HttpRequest
+from postroom.server.http.exchange import HttpReply, HttpRequest
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.engine_handlers import (
     SEARCHED_BYTES_MAX,

@@ -34,8 +34,8 @@ from postroom.server.access.registry import Identity
 from postroom.server.access.tokens import digest_of
 from postroom.server.app import TasksApp, not_served, routes_of
 from postroom.server.http.endpoint import Endpoint, Handler, NoFields, ServedRoute, identified
+from postroom.server.http.exchange import JSON_TYPE, HttpReply, HttpRequest, Refusal
 from postroom.server.http.listener import CONNECTION
-from postroom.server.http.messages import JSON_TYPE, HttpReply, HttpRequest, Refusal
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes import event_streams
 

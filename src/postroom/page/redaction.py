@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
-from postroom.server.http.messages import HttpReply, HttpRequest
+from postroom.server.http.exchange import HttpReply, HttpRequest
 from postroom.server.http.task_server import TaskServer
 
 if TYPE_CHECKING:

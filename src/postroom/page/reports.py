@@ -23,7 +23,7 @@ import msgspec
 from postroom.errors import UnsafePath, clipped
 from postroom.pipeline.paths import LOGS
 from postroom.server.folder.layout import AUDIT_FOLDER, REPORT_FILE, TABLES_FOLDER
-from postroom.server.http.messages import HttpReply, HttpRequest, Refusal
+from postroom.server.http.exchange import HttpReply, HttpRequest, Refusal
 from postroom.server.http.task_server import TaskServer
 from postroom.system.atomic import open_safely
 

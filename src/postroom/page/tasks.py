@@ -35,7 +35,7 @@ from postroom.page.messages import (
 )
 from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text, shown_texts
 from postroom.server.access.task_names import readable_queues, shown_id, shown_task
-from postroom.server.http.messages import HttpReply, HttpRequest
+from postroom.server.http.exchange import HttpReply, HttpRequest
 from postroom.server.http.task_server import TaskServer
 from postroom.server.nats.mail_status import read_status
 from postroom.server.routes.agent_handlers import shown_to

@@ -39,9 +39,9 @@ from postroom.server.folder.bus_owners import take_over
 from postroom.server.folder.buses import BUS_BYTES_MAX, Buses
 from postroom.server.harness.harness import DRAIN_EVERY_S, SWEEP_EVERY_S, Execute, Harness
 from postroom.server.http.endpoint import Endpoint, identified, note_refusal, refuse
+from postroom.server.http.exchange import IDENTITY, TOKEN, HttpRequest, Refusal
 from postroom.server.http.hosts import Hosts
 from postroom.server.http.listener import HttpServer, listener_config
-from postroom.server.http.messages import IDENTITY, TOKEN, HttpRequest, Refusal
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.table import ROUTES, openapi
 from postroom.server.telemetry.export import exporting

@@ -24,9 +24,9 @@ from postroom.core.lifecycle.fairness import Rotation
 from postroom.core.lifecycle.retry import Retry
 from postroom.engine.agents.agent_operations import AgentOperations, Asked, NewParts
 from postroom.engine.agents.agent_sweeps import Swept, sweep
+from postroom.engine.agents.answer_parts import Position
 from postroom.engine.agents.inboxes import Inboxes
 from postroom.engine.agents.leases import Leases
-from postroom.engine.agents.parts import Position
 from postroom.engine.message_input import Registry
 from postroom.engine.rules.cells import BOUNCES, Part
 from postroom.engine.rules.claims import Claimed, Claims

@@ -7,7 +7,7 @@ same results: `places.Folder` calls the contract, `places.Remote` the HTTP proto
 import click
 
 from postroom.cli.shell import HELP_OPTIONS, add_json_option
-from postroom.cli.tasks import agents, operate, send, serve, worker
+from postroom.cli.tasks import agent_tokens, operate, send, serve, worker
 
 
 @click.group(context_settings=HELP_OPTIONS)
@@ -28,4 +28,4 @@ def tasks() -> None:
 for _command in (*serve.COMMANDS, *send.COMMANDS, *worker.COMMANDS, *operate.COMMANDS):
     tasks.add_command(_command)
 add_json_option(tasks)
-tasks.add_command(agents.agent)
+tasks.add_command(agent_tokens.agent)

@@ -19,8 +19,8 @@ from postroom.core.agents import FINAL_PARTS, RECEIPTS, Receipt, Restart, joined
 from postroom.core.formats.jsoninput import ReadValue, decoded_value, raw_value
 from postroom.core.times import EPOCH, MICROSECOND, checked_seconds
 from postroom.engine.agents.agent_operations import AgentOperations
+from postroom.engine.agents.answer_parts import Position
 from postroom.engine.agents.inboxes import Inboxes
-from postroom.engine.agents.parts import Position
 from postroom.engine.core import EngineCore
 from postroom.engine.message_input import Prepared
 from postroom.engine.messages import result_of

@@ -19,7 +19,7 @@ from postroom.core.agents import Health
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.names import is_name
 from postroom.core.times import EPOCH, MICROSECOND, utc_text
-from postroom.engine.agents.parts import PART_CELLS_A_READ_MAX, Position, read_on
+from postroom.engine.agents.answer_parts import PART_CELLS_A_READ_MAX, Position, read_on
 from postroom.engine.message_input import Prepared
 from postroom.engine.rules.cells import (
     AGENT_COUNTS,

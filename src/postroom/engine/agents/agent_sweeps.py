@@ -16,8 +16,8 @@ from postroom.core.lifecycle import lifecycle
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.names import is_name
 from postroom.engine.agents.agent_operations import AgentOperations, agent_of
+from postroom.engine.agents.answer_parts import UNDECODABLE, damaged_answer, last_part
 from postroom.engine.agents.inboxes import Inboxes
-from postroom.engine.agents.parts import UNDECODABLE, damaged_answer, last_part
 from postroom.engine.messages import body_of
 from postroom.engine.rules.cells import (
     AGENT_COUNTS,

@@ -68,8 +68,7 @@ from postroom.errors import (
 from postroom.server.access.refusal_events import RefusedCall
 from postroom.server.access.registry import Identity
 from postroom.server.access.task_names import shown_id
-from postroom.server.http.listener import CONNECTION
-from postroom.server.http.messages import (
+from postroom.server.http.exchange import (
     ANONYMOUS,
     IDENTITY,
     JSON_TYPE,
@@ -82,6 +81,7 @@ from postroom.server.http.messages import (
     StreamRefused,
     check_allowed,
 )
+from postroom.server.http.listener import CONNECTION
 from postroom.server.http.task_server import TaskServer
 from postroom.server.telemetry.server_log import error_location
 from postroom.stores.own_ids import OwnIds

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from postroom.core.names import checked_name
-from postroom.server.http.messages import HttpRequest, Refusal
+from postroom.server.http.exchange import HttpRequest, Refusal
 
 _LOOPBACK = "localhost"
 

@@ -30,7 +30,7 @@ from postroom.errors import TooMany, Unavailable
 from postroom.server.access.refusal_events import RefusedCall
 from postroom.server.access.registry import Identity
 from postroom.server.http.connections import ConnectionLimits, allowed_connections
-from postroom.server.http.messages import ANONYMOUS
+from postroom.server.http.exchange import ANONYMOUS
 from postroom.server.http.tls_listener import FailedHandshake, TlsListener
 
 HEAD_BYTES_MAX = 32 * 1024

@@ -33,8 +33,8 @@ from postroom.server.access.shares import Shares
 from postroom.server.access.turns import SharedThreads
 from postroom.server.folder.buses import Buses
 from postroom.server.harness.harness import Harness
+from postroom.server.http.exchange import HttpRequest
 from postroom.server.http.long_polls import WAITERS_MAX, ResultPolls, TaskPolls
-from postroom.server.http.messages import HttpRequest
 from postroom.server.http.writer import StoreWriter
 from postroom.server.telemetry.server_log import ServerLog
 from postroom.server.up.parts import part_states

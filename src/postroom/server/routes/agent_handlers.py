@@ -36,9 +36,9 @@ from postroom.core.gate import Owner, of_organization, permit, visible_org
 from postroom.core.names import scoped, unscoped
 from postroom.engine.agents.agent import Agent
 from postroom.engine.agents.agent_operations import AgentInfo, AgentOperations, Asked
+from postroom.engine.agents.answer_parts import Position, joined_answer, read_on
 from postroom.engine.agents.bounces import BouncedAnswer, listed, removed
 from postroom.engine.agents.inboxes import Inboxes
-from postroom.engine.agents.parts import Position, joined_answer, read_on
 from postroom.engine.inspection import info_of
 from postroom.engine.rules.cells import joined
 from postroom.engine.rules.operations import Operations
@@ -51,7 +51,7 @@ from postroom.errors import (
 )
 from postroom.server.access.registry import Identity
 from postroom.server.http.endpoint import send_reply
-from postroom.server.http.messages import HttpReply, HttpRequest, Refusal, check_allowed
+from postroom.server.http.exchange import HttpReply, HttpRequest, Refusal, check_allowed
 from postroom.server.http.task_server import TaskServer
 from postroom.server.http.writer import TASK_BYTES
 from postroom.server.routes.agent_presence import heard

@@ -39,7 +39,7 @@ from postroom.core.gate import Owner, of_organization, permit, visible_org
 from postroom.core.names import unscoped, unscoped_text
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.engine import dlq
-from postroom.engine.agents.parts import Position, parse_position, read_on
+from postroom.engine.agents.answer_parts import Position, parse_position, read_on
 from postroom.engine.explanation import explain as explanation_of
 from postroom.engine.inspection import EngineStatus, MessageInfo, info_of, status_of
 from postroom.engine.message_input import Prepared
@@ -53,7 +53,7 @@ from postroom.errors import GuardTripped, InvalidMessage, Overloaded
 from postroom.message import ENGINE_PREFIX, Record, Stored, org_of
 from postroom.server.access.registry import Identity
 from postroom.server.access.task_names import shown_event, shown_number, stored_id, stored_place
-from postroom.server.http.messages import NO_CONTENT, HttpReply, HttpRequest, Refusal, check_allowed
+from postroom.server.http.exchange import NO_CONTENT, HttpReply, HttpRequest, Refusal, check_allowed
 from postroom.server.http.task_server import DECODED_AT_ONCE_BYTES, TaskServer
 from postroom.server.http.writer import TASK_BYTES
 from postroom.server.routes.agent_presence import heard

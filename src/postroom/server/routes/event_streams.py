@@ -31,7 +31,7 @@ from postroom.errors import InvalidMessage, SinceIdNotFound
 from postroom.message import BusMessage
 from postroom.server.access.task_names import own_queue, shown_event, stored_place
 from postroom.server.folder.buses import BusRemoved, Follower
-from postroom.server.http.messages import HttpRequest, StreamRefused, disconnection
+from postroom.server.http.exchange import HttpRequest, StreamRefused, disconnection
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.task_handlers import is_valid
 

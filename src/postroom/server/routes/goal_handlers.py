@@ -10,7 +10,7 @@ from postroom.goals.goal_cells import Decision
 from postroom.goals.goals import GoalStatus
 from postroom.goals.rollback import goal_of
 from postroom.server.access.registry import Identity
-from postroom.server.http.messages import HttpRequest
+from postroom.server.http.exchange import HttpRequest
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.answers import CheckpointsAnswer, ConflictsAnswer, DecisionsAnswer, GoalsAnswer
 from postroom.stores.transaction import Transaction

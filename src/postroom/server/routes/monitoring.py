@@ -4,7 +4,7 @@ import msgspec
 
 from postroom.calls.server import CallerAnswer, ErrorAnswer
 from postroom.core.health.health import judge
-from postroom.server.http.messages import HttpReply, HttpRequest
+from postroom.server.http.exchange import HttpReply, HttpRequest
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.answers import HealthAnswer
 from postroom.server.routes.engine_handlers import engine_status

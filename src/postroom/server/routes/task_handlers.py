@@ -63,7 +63,7 @@ from postroom.server.access.task_names import (
     stored_place,
     target_of,
 )
-from postroom.server.http.messages import (
+from postroom.server.http.exchange import (
     NO_CONTENT,
     ClientDisconnected,
     HttpReply,

@@ -21,7 +21,7 @@ from postroom.calls.tokens import (
 from postroom.core.gate import Owner, permit
 from postroom.errors import InvalidMessage, UnknownToken
 from postroom.server.access.tokens import MORE_RIGHTS, Permissions, RegisteredToken, permissions_of
-from postroom.server.http.messages import HttpRequest, check_allowed
+from postroom.server.http.exchange import HttpRequest, check_allowed
 from postroom.server.http.task_server import TaskServer
 
 
