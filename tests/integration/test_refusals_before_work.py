@@ -56,7 +56,7 @@ class Place:
             ).token,
             "limited": tokens.create("agent", "acme", "limited", permissions=limited).token,
         }
-        kind: Any = tasks.store.read(type)
+        kind: Any = tasks.store.read(lambda transaction: type(transaction.records))
         for place in (kind, type(tasks.store)):
             for name in ("load", "heads", "payloads"):
                 if hasattr(place, name):
