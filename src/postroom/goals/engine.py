@@ -192,9 +192,6 @@ class Engine(GlobalQueue):
         self.hooks = Hooks()
         self.blocking: BlockingEngine = BlockingEngine(self)
         BuiltIn(self.core, self.goals, self.graph, self.recovery, self.hooks).register()
-        self._extend_work()
-
-    def _extend_work(self) -> None:
         additions = self.core.additions
         additions.new_context = partial(HandlerContext, self)
         additions.keeps_priority = partial(keeps_priority, self.core.commits)

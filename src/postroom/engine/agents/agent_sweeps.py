@@ -159,20 +159,16 @@ def _creator(stored: Stored) -> CreatedBy | None:
 
 def _whole_answer(agents: AgentOperations, stored: Stored) -> Part:
     """The last part of an answer. Its chunks are joined in `chunk`, up to `BOUNCE_BYTES_MAX`."""
-    try:
-        return _joined_answer(agents, stored)
-    except UNDECODABLE as error:
-        return damaged_answer(stored.record, error)
-
-
-def _joined_answer(agents: AgentOperations, stored: Stored) -> Part:
     record = stored.record
-    cells = PARTS.under(agents.transaction, record.message_id, record.attempt, limit=PARTS_MAX)
-    chunks = [part.chunk for _, parts in cells for part in parts if part.chunk_index is not None]
-    last = last_part(stored, len(chunks))
-    if last.type != "stream_complete" or len(_encode(chunks)) > BOUNCE_BYTES_MAX:
-        return last
-    return replace(last, chunk=joined_chunks(chunks))
+    try:
+        cells = PARTS.under(agents.transaction, record.message_id, record.attempt, limit=PARTS_MAX)
+        chunks = [part.chunk for _, parts in cells for part in parts if part.chunk_index is not None]
+        last = last_part(stored, len(chunks))
+        if last.type != "stream_complete" or len(_encode(chunks)) > BOUNCE_BYTES_MAX:
+            return last
+        return replace(last, chunk=joined_chunks(chunks))
+    except UNDECODABLE as error:
+        return damaged_answer(record, error)
 
 
 # ---- retention -------------------------------------------------------------------------------------

@@ -251,7 +251,8 @@ class Coordinator:
             for reader in readers
             for agent in (reader.agent,)
         ]
-        for reader, answer in zip(readers, await self.read(partial(_answers, asked)), strict=True):
+        found = await self.read(lambda agents: agents.answers(asked))
+        for reader, answer in zip(readers, found, strict=True):
             if reader in self._readers:
                 self._give(reader, answer)
 
@@ -309,7 +310,7 @@ class Coordinator:
                 if after.is_complete:
                     swept_at = time.monotonic()
                 # A commit of its own: a sweep that fails must not cost the lease.
-                after = await self.write(partial(_swept, after))
+                after = await self.write(partial(sweep, after=after))
             await asyncio.sleep(BEAT_S)
 
     def _renew(self, agents: AgentOperations) -> None:
@@ -319,11 +320,3 @@ class Coordinator:
                 if agent.is_local:
                     leases.reclaim(self.id, agent.org_id, agent.agent_id, agent.session)
         leases.take_over(self.id)
-
-
-def _swept(after: Swept, agents: AgentOperations) -> Swept:
-    return sweep(agents, after)
-
-
-def _answers(asked: list[Asked], agents: AgentOperations) -> list[NewParts]:
-    return agents.answers(asked)

@@ -4,7 +4,7 @@ Each check raises before anything is stored.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -40,21 +40,16 @@ class Admission:
             priorities, priority = counts.setdefault(message.org_id, {}), message.envelope.priority
             priorities[priority] = priorities.get(priority, 0) + 1
         self._transaction.look_ahead(((PAUSES.name, SCAN_MAX),))
-        self._check_kill_switch(counts)
+        for key, pause in PAUSES.all(self._transaction):
+            org_id, _, type_name = key.partition("\x1f")
+            if pause.kill and not type_name and (org_id == ALL or org_id in counts):
+                whose = f"of organization {org_id}" if org_id else "of all organizations"
+                raise Overloaded(f"the kill switch {whose} is on", backpressure.EMERGENCY_RETRY_S)
         for org_id in counts:
             self._check_pressure(org_id, counts, len(messages))
             self._check_rate(org_id, messages)
         if self._policy.guard.is_set:
             self._check_guards(messages)
-
-    # ---- kill switch ---------------------------------------------------------------------------
-
-    def _check_kill_switch(self, org_ids: Collection[str]) -> None:
-        for key, pause in PAUSES.all(self._transaction):
-            org_id, _, type_name = key.partition("\x1f")
-            if pause.kill and not type_name and (org_id == ALL or org_id in org_ids):
-                whose = f"of organization {org_id}" if org_id else "of all organizations"
-                raise Overloaded(f"the kill switch {whose} is on", backpressure.EMERGENCY_RETRY_S)
 
     # ---- backpressure --------------------------------------------------------------------------
 

@@ -239,7 +239,9 @@ class Claims:
         if 0 < record.expires <= now:
             self._end(record, lifecycle.expire)
         elif poison.is_poison(record, self._policy.poison_crashes):
-            self._quarantine(record)
+            said = f"its own process died {poison.own_deaths(record)} times"
+            self._end(record, lambda one, moment: lifecycle.quarantine(one, moment, said))
+            self._transaction.alert("Poison message", f"message {record.message_id} is quarantined: {said}")
         elif self._paused_types and self._is_paused(org_id, head.type):
             PARKED.put(self._transaction, record.message_id, head.type, org_id, record.seq)
             ordering.park(self._transaction, record.message_id, PAUSED)
@@ -271,11 +273,6 @@ class Claims:
     def _end(self, record: Record, decide: Callable[[Record, Moment], Step]) -> None:
         [step] = self._transaction.apply(ByIds((record.message_id,)), decide)
         outcomes.ended(self._transaction, self._policy, step.record)
-
-    def _quarantine(self, record: Record) -> None:
-        said = f"its own process died {poison.own_deaths(record)} times"
-        self._end(record, lambda one, moment: lifecycle.quarantine(one, moment, said))
-        self._transaction.alert("Poison message", f"message {record.message_id} is quarantined: {said}")
 
     def _is_next(self, head: Head) -> bool:
         """Whether no older message of the same ordering key is left."""

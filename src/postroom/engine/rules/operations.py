@@ -6,6 +6,7 @@ Rule 2: every decision about one record is a function of `core.lifecycle`; polic
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -60,7 +61,7 @@ from postroom.errors import (
 )
 from postroom.message import ENGINE_PREFIX, Moment, Record, State, Step, Stored, org_of
 from postroom.stores.base import PURGE_BATCH_MAX, ByIds, Ending, Limits, Listing
-from postroom.stores.transaction import Accepted, Decide, Transaction, reserved_id
+from postroom.stores.transaction import Accepted, Transaction, reserved_id
 
 MICROS_PER_S = 1_000_000
 WORKER_LOST_S = 30.0  # after which a worker that does not report is not counted
@@ -98,7 +99,9 @@ class Operations:
             if known is not None:
                 answers[index] = known
             elif key[1] and key in keys:
-                self._check_same(message, messages[keys[key]])
+                first = messages[keys[key]]
+                if message.digest != first.digest:
+                    raise KeyReused(key[1], first.envelope.message_id or "of the same call")
             else:
                 keys[key] = index
                 new.append((index, message))
@@ -137,10 +140,6 @@ class Operations:
         self.transaction.note_duplicate(record, key)
         return Submitted(used.message_id, duplicate=True)
 
-    def _check_same(self, message: Prepared, first: Prepared) -> None:
-        if message.digest != first.digest:
-            raise KeyReused(message.body.idempotency_key, first.envelope.message_id or "of the same call")
-
     def _check_contents(self, messages: Sequence[Prepared], known: set[str]) -> None:
         """Refuse messages with the id of another message of the organization."""
         digests: dict[str, str] = {}
@@ -161,7 +160,9 @@ class Operations:
     def _insert(self, messages: Sequence[Prepared]) -> list[Accepted]:
         transaction, inline_max = self.transaction, self._policy.body_inline_bytes_max
         for org_id in {message.org_id for message in messages}:
-            self._apply_depth_limit(org_id)
+            most, queue = self._policy.organization_of(org_id).max_depth, ENGINE_PREFIX + org_id
+            if most is not None and transaction.limits(queue).max_depth != most:
+                transaction.set_limits(queue, Limits(max_depth=most))
         envelopes = [stored(message, inline_max) for message in messages]
         try:
             accepted = transaction.insert(envelopes)
@@ -171,11 +172,6 @@ class Operations:
             if not one.duplicate:
                 self._after_insert(message, one.message_id)
         return accepted
-
-    def _apply_depth_limit(self, org_id: str) -> None:
-        most, queue = self._policy.organization_of(org_id).max_depth, ENGINE_PREFIX + org_id
-        if most is not None and self.transaction.limits(queue).max_depth != most:
-            self.transaction.set_limits(queue, Limits(max_depth=most))
 
     def _after_insert(self, message: Prepared, message_id: str) -> None:
         transaction, body = self.transaction, message.body
@@ -212,7 +208,7 @@ class Operations:
         lost = []
         for message_id, lease in leases.items():
             try:
-                self.transaction.apply(ByIds((message_id,)), _renewal(lease))
+                self.transaction.apply(ByIds((message_id,)), partial(lifecycle.renew, token=lease))
             except (StaleLease, UnknownTask, WrongState):
                 lost.append(message_id)
         return lost
@@ -459,10 +455,6 @@ def _expire(record: Record, moment: Moment) -> Step | None:
     return lifecycle.expire(record, moment) if org_of(record.queue) else None
 
 
-def _renewal(lease: int) -> Decide:
-    return lambda record, moment: lifecycle.renew(record, moment, lease)
-
-
 def _scope(org_id: str, type_name: str) -> str:
     of_type = f"type {type_name}" if type_name else "all types"
     return f"{of_type} of {f'organization {org_id}' if org_id else 'all organizations'}"
@@ -472,7 +464,7 @@ def with_stored_ids(
     transaction: Transaction, messages: Sequence[Prepared]
 ) -> tuple[list[Prepared], set[str]]:
     """Messages with the ids that the store has, or will have, and the ids of these that it has already."""
-    if not any(map(_names_ids, messages)):
+    if not any(one.envelope.message_id or one.envelope.parent_message_id for one in messages):
         return [*messages], set()
     asked = _asked(transaction, messages)
     queues = {message_id: record.queue for message_id, record in transaction.records.get_many(asked).items()}
@@ -486,10 +478,6 @@ def with_stored_ids(
             message = replace(message, envelope=envelope)  # noqa: PLW2901
         found.append(message)
     return found, known
-
-
-def _names_ids(message: Prepared) -> bool:
-    return bool(message.envelope.message_id or message.envelope.parent_message_id)
 
 
 def _asked(transaction: Transaction, messages: Sequence[Prepared]) -> list[str]:

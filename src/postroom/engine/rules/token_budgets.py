@@ -16,7 +16,7 @@ from postroom.core.lifecycle import lifecycle
 from postroom.core.tokens import tokens
 from postroom.core.tokens.provider_headers import Observed, observe
 from postroom.core.tokens.token_rules import SHARED, TIERS, ModelRule, TokenRules
-from postroom.core.tokens.tokens import Account, Grant, Need, Purse, Refill, Short
+from postroom.core.tokens.tokens import Account, Grant, Need, Purse, Short
 from postroom.engine.messages import Body
 from postroom.engine.rules.cells import (
     ACCOUNTS,
@@ -89,7 +89,14 @@ class TokenBooks:
             account, refill = tokens.current(stored or Account(), rule, self._transaction.steady_ns)
             self._accounts[name] = account
             if refill is not None:
-                self._note_refill(rule, refill)
+                detail = {
+                    "provider": rule.provider,
+                    "model": rule.name,
+                    "repaid": refill.repaid,
+                    "moved": refill.moved,
+                    "pools": [*refill.pools],
+                }
+                self._events.append(Noted("tokens_rebalanced", detail=detail))
         return account
 
     def _purse(self, rule: ModelRule) -> Purse:
@@ -99,16 +106,6 @@ class TokenBooks:
             purse = Purse(rule, self.account(rule), self._transaction.steady_ns)
             self._purses[name] = purse
         return purse
-
-    def _note_refill(self, rule: ModelRule, refill: Refill) -> None:
-        detail = {
-            "provider": rule.provider,
-            "model": rule.name,
-            "repaid": refill.repaid,
-            "moved": refill.moved,
-            "pools": [*refill.pools],
-        }
-        self._events.append(Noted("tokens_rebalanced", detail=detail))
 
     def flush(self) -> None:
         """Write what has changed."""
