@@ -283,8 +283,9 @@ def rollback_story(
 
         return write_or_die
 
+    commits = world.engine.core.commits
     for name in ("write_raw", "write_cycle"):
-        monkeypatch.setattr(world.engine.core, name, dying(getattr(world.engine.core, name)))
+        monkeypatch.setattr(commits, name, dying(getattr(commits, name)))
     died = False
     try:
         world.wait(goals.rollback("g#1"))
