@@ -73,7 +73,7 @@ def test_connections_that_have_not_logged_in_are_few_for_each_address(tmp_path: 
             assert another.ask() == more.ask() == b""
 
 
-def test_after_a_wrong_password_there_is_not_a_second_try(tmp_path: Path) -> None:
+def test_after_a_wrong_password_there_is_no_second_try(tmp_path: Path) -> None:
     with running("ours", tmp_path, Wanted(users=USERS)) as server, Wire(server, WRONG + LOGIN) as wire:
         assert wire.rest() == VIOLATION
 

@@ -512,7 +512,7 @@ class LossyHandler(BaseHTTPRequestHandler):
         pass
 
 
-def test_lost_answers_cost_time_and_no_task(harness: Harness, agent: str) -> None:
+def test_lost_answers_delay_tasks_but_lose_none(harness: Harness, agent: str) -> None:
     proxy = LossyProxy(harness.port)
     serving_thread = threading.Thread(target=proxy.serve_forever, args=(0.02,), daemon=True)
     serving_thread.start()

@@ -150,7 +150,7 @@ def test_events_of_stored_messages_have_the_common_form(tmp_path: Path, sender: 
     ]
 
 
-def test_all_events_of_a_turn_are_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_events_of_a_turn_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     soon: list[Callable[[], None]] = []
     log = EventLog(tmp_path / "events.jsonl", soon.append)
     log.open()

@@ -27,7 +27,7 @@ from postroom.cli.tasks.options import FOLDER, starting_folder
 )
 @click.option(
     "--org", default="", metavar="NAME",
-    help="The organization of that agent. With --data and without a token, you see no other one.  "
+    help="The organization of that agent. With --data and without a token, you see no other organization.  "
     "[default: default for an agent, all for an operator]",
 )  # fmt: skip
 @click.option(

@@ -69,7 +69,7 @@ def up(
 
     Each part is a process of its own. A part that dies is restarted, and /health says so meanwhile. The
     addresses are printed once all parts are ready. The first start of a folder also prints the token of an
-    admin, once: a folder that has a token of an operator or admin gets no other one. The log is JSON lines on
+    admin, once: a folder that has a token of an operator or admin gets none. The log is JSON lines on
     stderr. SIGTERM ends all parts cleanly.
 
     \b
@@ -172,7 +172,7 @@ def _check_data(data: Path, store: str | None) -> None:
     from postroom.stores.sqlite.snapshot import SqliteSnapshot
     from postroom.system.crypto.encryption import key_file_encryption
 
-    is_new_data_folder(data)  # raises for a folder of something else
+    is_new_data_folder(data)  # raises when the folder holds other files
     path = data / DATABASE
     if store is None and path.exists():
         with SqliteSnapshot(path) as snapshot:

@@ -202,7 +202,7 @@ def refused(caller: Caller, action: str, owner: Owner | None = None, name: str =
 
 
 def _refused_role(caller: Caller, entry: Entry) -> str:
-    """Why a caller may do this with no object at all; empty otherwise."""
+    """The reason why a caller may not do this at all, whatever the object; empty when it may."""
     if entry.changes and caller.permissions.is_read_only:
         return "this token may only read"
     why = ""

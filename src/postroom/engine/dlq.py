@@ -235,7 +235,7 @@ def _us(moment: datetime | str | None) -> int:
         return 0
     value = parse_utc(moment) if isinstance(moment, str) else moment
     if not isinstance(value, datetime):
-        raise InvalidMessage(f"since and until are times, not {shown(moment)}")
+        raise InvalidMessage(f"since and until must be times, not {shown(moment)}")
     return epoch_ns_of(value) // 1000
 
 

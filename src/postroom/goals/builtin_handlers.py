@@ -168,7 +168,7 @@ class BuiltIn:
             case "hook":
                 await self._hook(payload["type"], payload["name"], payload["message_id"])
             case other:
-                raise ValidationError(f"there is no work {other!r} of goals")
+                raise ValidationError(f"goals have no job {other!r}")
         return None
 
     async def _advise(self, decision_id: str) -> str:

@@ -121,7 +121,7 @@ def define(spark: SparkSession) -> None:
     if not folder:
         raise InvalidSetting(f"the configuration of the pipeline has no {EVENTS_SETTING}")
     if level not in LEVELS:
-        raise InvalidSetting(f"{LEVEL_SETTING} is {', '.join(LEVELS)}, and not {level!r}")
+        raise InvalidSetting(f"{LEVEL_SETTING} must be one of {', '.join(LEVELS)}, not {level!r}")
     # Outside the definitions: they may ask Spark for nothing, such as the type of the function.
     done = redaction.is_done(level)  # type: ignore[arg-type]
     columns = redaction.redacted(level, done)  # type: ignore[arg-type]

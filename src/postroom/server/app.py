@@ -220,7 +220,7 @@ async def not_served(request: Request, error: Exception) -> Response:
     if app.server is not None:
         call = f"{request.method} of an unknown path"
         asked = HttpRequest(request.scope, request.receive, _send_nothing)
-        with suppress(Refusal, PostroomError):  # a caller without a token is nobody
+        with suppress(Refusal, PostroomError):  # a caller without a token is not identified
             identified(app.server, asked, is_counted=False)
         note_refusal(
             app.server, call, error, asked.identity, request.scope.get("client"), token=asked.token

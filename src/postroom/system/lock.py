@@ -7,7 +7,7 @@ child (see `handles`).
 A plain flock goes to the process that asks at the right moment, mostly the one that just released it.
 `take_turn` makes waiting fair between processes of this library: the process that waits for the lock holds a
 gate, a second lock on the same file, so a process that returns after its turn must wait. Programs that use
-only flock are excluded as before. `FairLock` does the same with two lock files next to a file that has locks
+only flock are still excluded. `FairLock` does the same with two lock files next to a file that has locks
 of its own.
 """
 

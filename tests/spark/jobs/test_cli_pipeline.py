@@ -124,7 +124,7 @@ def run_without_java(events: Path, tables: Path, *more: object) -> Done:
     return in_its_own_process("run", *words, PATH="", JAVA_HOME=str(tables / "no-java"))
 
 
-def test_run_without_news_starts_no_spark(copied: tuple[Path, Path]) -> None:
+def test_run_without_new_segments_does_not_start_spark(copied: tuple[Path, Path]) -> None:
     events, tables = copied
     done = run_without_java(events, tables)
     assert (done.code, done.stderr) == (0, "")
@@ -133,7 +133,7 @@ def test_run_without_news_starts_no_spark(copied: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("news", ["new segment", "missing segment", "missing table", "newer input"])
-def test_run_with_news_starts_spark(copied: tuple[Path, Path], tmp_path: Path, news: str) -> None:
+def test_run_with_new_segments_starts_spark(copied: tuple[Path, Path], tmp_path: Path, news: str) -> None:
     events, tables = copied
     others = sealed_folder(tmp_path / "other", segments=2) if news.endswith("segment") else []
     if news == "missing segment":

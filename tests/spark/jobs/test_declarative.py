@@ -151,7 +151,9 @@ def test_redaction_that_the_shipper_has_done_is_not_done_again(
 
 def test_a_configuration_that_is_none_is_refused(configured: SparkSession) -> None:
     configured.conf.set(LEVEL_SETTING, "some")
-    with pytest.raises(InvalidSetting, match=f"{LEVEL_SETTING} is none, medium, full, and not 'some'"):
+    with pytest.raises(
+        InvalidSetting, match=f"{LEVEL_SETTING} must be one of none, medium, full, not 'some'"
+    ):
         define(configured)
     configured.conf.unset(LEVEL_SETTING)
     configured.conf.unset(EVENTS_SETTING)

@@ -200,7 +200,7 @@ def test_reading_leaves_a_store_as_it_was(
     [
         ({"kind": "bus"}, "the option path is missing"),
         ({"path": "nowhere", "kind": "bus"}, "there is no bus at"),
-        ({"path": "nowhere", "kind": "pigeon"}, "the option kind is bus, queue, store"),
+        ({"path": "nowhere", "kind": "pigeon"}, "the option kind must be one of bus, queue, store"),
         ({"url": "sqlite:///nowhere.db"}, "there is no store at"),
     ],
 )

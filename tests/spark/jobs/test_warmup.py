@@ -66,7 +66,7 @@ def test_without_a_home_there_is_no_archive(monkeypatch: pytest.MonkeyPatch) -> 
     assert class_archive.using_archive() == ""
 
 
-def test_a_quote_in_its_path_is_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_may_contain_a_quote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(class_archive.CACHE, f'{tmp_path}/so "said"')
     whole = class_archive.cache() / class_archive.name_of(1)
     whole.parent.mkdir()

@@ -155,7 +155,7 @@ def test_hostile_values_stay_text() -> None:
     assert "<script>document.title='broken'</script>" in said  # as text, where it can be read
 
 
-def test_a_page_of_nothing_says_so() -> None:
+def test_a_report_of_empty_tables_says_so() -> None:
     empty = ReportFacts(
         since_us=0, until_us=HOUR_US, step_us=HOUR_US, events=0, outcomes={}, latency={}, overall={},
         targets_us={}, sla={}, throughput={}, depth={}, queues=[], errors={}, tokens={}, spending={},

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from postroom.core.gate import Caller
 
-LINK_FULL_BYTES = 128 << 10  # bytes waiting for a connection from which on the service delivers no more,
+LINK_FULL_BYTES = 128 << 10  # bytes waiting for a connection; above, the service delivers no more,
 LINK_MESSAGES_MAX = 32  # and messages
 MESSAGE_LEAST_BYTES = LINK_FULL_BYTES // LINK_MESSAGES_MAX
 

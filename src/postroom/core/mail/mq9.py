@@ -340,7 +340,7 @@ def send_options(headers: bytes) -> SendOptions:
         return PLAIN
     priority = found.get("mq9-priority", "normal").lower()
     if priority not in RANKS:
-        raise Mq9Error(400, f"mq9-priority is one of {', '.join(RANKS)}")
+        raise Mq9Error(400, f"mq9-priority must be one of {', '.join(RANKS)}")
     key = found.get("mq9-key", "")
     if len(key) > KEY_CHARS_MAX:
         raise Mq9Error(400, f"mq9-key has at most {KEY_CHARS_MAX} characters")

@@ -78,7 +78,7 @@ _OPTION: Final = re.compile(
     r"-(?:u(?:s[0-9]|(?:ser)?[ \"'\\])|[ap][ \"'\\]|secret[ \"'\\]|[fikLsSv]{1,4}u[ \"'\\])"
 )
 _HASH: Final = re.compile(r"\$[A-Za-z0-9./+=,$_-]{16}")
-_ASSIGNED: Final = re.compile(r"value[\"'\\]{0,8}(?:[ \t]|\\{1,7}t){0,4}=")  # in `low`
+_ASSIGNED: Final = re.compile(r"value[\"'\\]{0,8}(?:[ \t]|\\{1,7}t){0,4}=")  # searched in `low`
 _PLUS: Final = re.compile(r"\+[1-9](?:[ ()./-]{0,2}[0-9]){7}")
 
 # Searched in `shape`.

@@ -447,7 +447,7 @@ class AnswerStream:
             self.close()
             what = self.message_id or "the request"
             waited = f"the answer to {what} did not come within {self._timeout_s:g} s"
-            raise TimeoutError(f"{waited}: agent.resume() gives it when it comes") from None
+            raise TimeoutError(f"{waited}: agent.resume() returns the answer once it has arrived") from None
         except BaseException:
             self.close()
             raise

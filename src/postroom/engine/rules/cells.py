@@ -213,7 +213,7 @@ class Part(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CoordinatorInfo(msgspec.Struct, frozen=True):
-    """A coordinator, and until when no other one takes over its agents."""
+    """A coordinator, and until when no other coordinator takes over its agents."""
 
     epoch: int
     """Larger than the epoch of every coordinator that was started before."""

@@ -319,7 +319,7 @@ class Context:
         """
         checked_reversal(reversal)
         if reversal_class is not None and reversal_class not in REVERSAL_CLASSES:
-            raise InvalidMessage(f"reversal_class is one of {', '.join(REVERSAL_CLASSES)}")
+            raise InvalidMessage(f"reversal_class must be one of {', '.join(REVERSAL_CLASSES)}")
         if not isinstance(key, str) or not 0 < len(key) <= EFFECT_KEY_CHARS_MAX or not key.isprintable():
             raise InvalidMessage(
                 f"the key of an effect is printable text of up to {EFFECT_KEY_CHARS_MAX} characters"

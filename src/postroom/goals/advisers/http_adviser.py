@@ -185,7 +185,7 @@ def _checked_address(url: object) -> tuple[SplitResult, int | None]:
             return parts, parts.port
     except ValueError:
         pass
-    raise InvalidSetting("the address of an adviser is text such as https://host/v1")
+    raise InvalidSetting("the address of an adviser must be text such as https://host/v1")
 
 
 def _is_header_text(text: object) -> bool:

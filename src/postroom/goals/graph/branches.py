@@ -23,7 +23,7 @@ Base: TypeAlias = Literal["own", "shared", "nothing"]
 NODE_BYTES_MAX: Final = 64 * 1024
 NODE_ID_CHARS_MAX: Final = 256
 EDGES_MAX: Final = 1_000
-HISTORY_PURGED_MAX: Final = 1_000  # old versions that the end of one branch forgets
+HISTORY_PURGED_MAX: Final = 1_000  # old versions that are deleted when one branch ends
 ROOT: Final = ""
 SHARED: Final = ""
 """Stands for the organization in the key of a shared node."""

@@ -598,7 +598,7 @@ def _logged_file(add: Mapping[str, Any]) -> DataFile:
 
 
 def _checked_path(logged: str) -> str:
-    """The path of a file of a log. A log of somebody else may name any file of this machine."""
+    """The path of a file of a log. The log of another writer may name any file of this machine."""
     path = unquote(logged)
     if path.startswith("/") or "://" in path or ".." in path.split("/"):
         raise InvalidMessage(f"the log of the table names a file outside of its folder: {shown(path)}")

@@ -20,7 +20,7 @@ GRACE_US: Final = HOUR_US // 4  # a row stays in the open group this long after 
 IDLE_US: Final = DAY_US  # a message that never ends, as on a bus, leaves the open group after this
 TASK_ROWS: Final = 250_000  # rows that one task writes
 GROUP_TASKS_MAX: Final = 64  # of one group
-HOURLY_EVENTS_MIN: Final = 50_000  # events an hour from which on a group holds an hour instead of a day
+HOURLY_EVENTS_MIN: Final = 50_000  # events an hour; above, a group holds an hour instead of a day
 
 
 class FileGroups(NamedTuple):

@@ -3,7 +3,7 @@
 Rule 1: sums add the rows that were added to the input, and subtract those that were removed. Only the files
         of hours with a changed sum are rewritten.
 Rule 2: tables that are not sums rebuild the hours that changed, from all of their input rows.
-Rule 3: running totals are rebuilt from the first hour that changed until they are as before. A day of the
+Rule 3: running totals are rebuilt from the first changed hour until they equal the stored ones. A day of the
         table begins with the totals of the day before, so no earlier day is read.
 Rule 4: where none of these is possible, the days that changed are rebuilt: rows were removed from a minimum,
         removed files no longer exist, or too many hours changed. All ways give the same rows.

@@ -24,7 +24,7 @@ from postroom.pipeline.times import DAY_US, HOUR_US, MINUTE_US
 SLA_US: Final = {0: 10_000, 1: 50_000, 2: 100_000, 3: 500_000}
 """How long a message of each priority may wait for its first delivery."""
 BUCKET_BITS: Final = 4  # a bucket is at most a sixteenth as wide as the values in it
-LAPSES_SUSPECT: Final = 2  # lapsed leases from which on a message is suspected
+LAPSES_SUSPECT: Final = 2  # a message with at least this many lapsed leases is suspected
 ERROR_KINDS: Final = (
     "execution_failed",
     "lease_lapsed",

@@ -114,7 +114,7 @@ Hashes = Callable[[Sequence[Segment]], Mapping[str, str]]
 
 
 def named_hashes(segments: Sequence[Segment]) -> dict[str, str]:
-    """The hashes in the names of segments, as if none were truncated: for a caller to whom all are new."""
+    """The hashes in the names of segments, as if none were truncated: for a caller without earlier ones."""
     return {segment.name: segment.hash for segment in segments}
 
 

@@ -125,10 +125,10 @@ def event_source(options: Mapping[str, str], schema: StructType) -> EventSource:
         raise InvalidSetting("the option path is missing, or url for a store")
     kind = options.get("kind") or ("store" if where.startswith(SQLITE) else "")
     if kind not in KINDS:
-        raise InvalidSetting(f"the option kind is {', '.join(KINDS)}, and not {kind!r}")
+        raise InvalidSetting(f"the option kind must be one of {', '.join(KINDS)}, not {kind!r}")
     level = options.get("redaction", "full")
     if level not in LEVELS:
-        raise InvalidSetting(f"the option redaction is {', '.join(LEVELS)}, and not {level!r}")
+        raise InvalidSetting(f"the option redaction must be one of {', '.join(LEVELS)}, not {level!r}")
     return EventSource(kind, _checked(kind, where), "payload" in schema.names, level)
 
 

@@ -149,7 +149,7 @@ class Agents:
         return token
 
     def _check_free(self, name: str, org: str) -> None:
-        """Refuse a name whose tasks are those of somebody else, or in another queue already."""
+        """Refuse a name whose tasks belong to another caller, or are already in another queue."""
         owner = self.tokens.owner(name)
         if owner not in ("", org):
             raise InvalidMessage(f"the name {name!r} belongs to organization {owner!r}: choose another one")

@@ -247,7 +247,7 @@ class TokenRegistry:
 
     @contextmanager
     def _changing(self) -> Iterator[MutableSequence[RegisteredToken]]:
-        """The tokens, as `changing` of the file. The owners of their names are noted."""
+        """The tokens, for a change that is written when the block ends. Records the owners of their names."""
         with self._file.changing_all() as content:
             content.owners.update(_owners(content.entries, content.owners))  # before a token is removed
             yield content.entries

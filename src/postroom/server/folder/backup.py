@@ -375,7 +375,7 @@ def restore(archive: Path, data: Path, *, report: Report = lambda *_: None) -> B
             _extract(source, manifest, unfinished, report)
             for parent, _, _ in os.walk(unfinished, topdown=False):
                 sync_folder(Path(parent))
-            unfinished.rename(target)  # replaces an empty folder, and no other one
+            unfinished.rename(target)  # replaces only an empty folder
             sync_folder(target.parent)
         except OSError as error:
             raise WriteFailed(target, error) from error

@@ -147,7 +147,7 @@ class Buses:
         self._mutex = threading.Lock()
         self._written = threading.Condition(self._mutex)
 
-    # ---- whose a bus is ------------------------------------------------------------------------
+    # ---- owners of buses -----------------------------------------------------------------------
 
     def find(
         self, name: str, caller: Identity, org_id: str = "", action: str = "bus.read"

@@ -33,7 +33,7 @@ def check_allowed(identity: Identity, action: str, owner: Owner | None = None, n
 
 
 class StreamRefused(Refusal):
-    """A stream whose token or session ended. Its reply is complete, so no other one is sent."""
+    """A stream whose token or session ended. Its reply is complete, so no second one is sent."""
 
     def __init__(self) -> None:
         super().__init__(401, "Unauthorized", "the token or session of an open stream has ended")

@@ -26,10 +26,14 @@ class Hosts:
         """Refuse a request with a Host of another server, or with the Origin of another site."""
         host, origin = request.header(b"host").lower(), request.header(b"origin").lower()
         if request.scope.get("scheme") != "https" and not self._is_own(_name(host), request):
-            raise _forbidden("this server has not the name in Host: the setting allowed_hosts adds names")
+            raise _forbidden(
+                "this server does not answer for the name in Host: add it to the setting allowed_hosts"
+            )
         site = origin.partition("://")[2]
         if origin and site != host and _name(site) not in self._names:
-            raise _forbidden("this request comes from another site: the setting allowed_hosts adds names")
+            raise _forbidden(
+                "this request comes from another site: add its name to the setting allowed_hosts"
+            )
 
     def _is_own(self, name: str, request: HttpRequest) -> bool:
         if name == _LOOPBACK or name in self._names:

@@ -119,9 +119,7 @@ async def register(server: TaskServer, request: HttpRequest) -> RegisteredAnswer
     call: Register = request.call
     identity = request.identity
     if call.agent_id not in (None, identity.name):
-        raise Refusal(
-            403, "Forbidden", f"this is the token of {identity.name}, which registers no other agent"
-        )
+        raise Refusal(403, "Forbidden", f"the token of {identity.name} cannot register another agent")
     coordinator = await server.coordinator()
     agent = await coordinator.register(identity.name, identity.org, is_local=False)
     server.note_beat(agent)

@@ -77,7 +77,7 @@ class Supervisor:
         self._thread.start()
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM to the process, and start no other one."""
+        """Send SIGTERM to the process, and do not restart it."""
         with self._mutex:
             self._stopping.set()
             process = self._process
