@@ -161,7 +161,7 @@ class SegmentSink(Closing):
         if not 0 < seal_bytes <= SEGMENT_BYTES_MAX:
             raise InvalidSetting(f"seal_bytes is {seal_bytes}, and must be 1 to {SEGMENT_BYTES_MAX}")
         if redaction and prepare is None:
-            raise InvalidSetting("a mark of redaction needs the function that redacts (prepare)")
+            raise InvalidSetting("a mark of redaction needs a redacting function (prepare)")
         self.folder = absolute_path("the folder of segments", folder)
         self._seal_bytes = seal_bytes
         self._seal_after_ns = round(seal_after_s * NANOS_PER_S)

@@ -1,4 +1,4 @@
-"""Spark's event log of a job, beside the tables. No JVM starts here."""
+"""Spark's event log of a job, next to the tables. No JVM starts here."""
 
 import contextlib
 import os

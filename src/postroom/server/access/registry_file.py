@@ -81,7 +81,7 @@ class RegistryFile(Generic[E]):
         return self.read_all().entries
 
     def read_all(self) -> FileContents[E]:
-        """The entries as `read`, the owners of names, and the version that has them."""
+        """The entries, the owners of names, and the version of the file."""
         self._checked = time.monotonic()
         try:
             stat = self._path.stat()
