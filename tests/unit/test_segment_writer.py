@@ -185,7 +185,7 @@ def test_a_segment_is_marked_only_if_this_sink_has_redacted_all_of_it(tmp_path: 
 
 
 def test_a_mark_needs_a_redaction(tmp_path: Path) -> None:
-    with pytest.raises(InvalidSetting, match="needs the function that redacts"):
+    with pytest.raises(InvalidSetting, match="needs a redacting function"):
         SegmentSink(tmp_path, redaction="full:1")
 
 
