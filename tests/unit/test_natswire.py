@@ -129,7 +129,7 @@ FRAME = st.tuples(
 
 
 @given(st.lists(st.tuples(FRAME, st.integers(1, 40)), max_size=8), st.integers(1, 2000))
-def test_runs_of_any_length_and_between_others_lose_and_mix_nothing(
+def test_runs_of_equal_frames_keep_every_frame_in_order(
     runs: list[tuple[tuple[bytes, bytes], int]], step: int
 ) -> None:
     frames = [frame for frame, times in runs for _ in range(times)]

@@ -60,7 +60,7 @@ def test_ids_that_the_store_did_not_make_stay_the_same() -> None:
         assert not ids.is_guess(name)
 
 
-def test_only_numbers_from_before_the_cover_are_accepted_plain() -> None:
+def test_only_plain_numbers_from_before_masking_are_accepted() -> None:
     rule = first_rule("t1234", 7, 1_000)
     assert rule.plain_max == 7
     upgraded = OwnIds("t1234", IdRule.of(rule.text))

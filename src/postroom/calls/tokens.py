@@ -49,7 +49,7 @@ class MadeTokenAnswer(msgspec.Struct, frozen=True):
 
 
 class CreateToken(Verb, frozen=True, kw_only=True):
-    """Make a token, which is answered only now.
+    """Make a token. Only this answer contains it.
 
     Without `org`, the token is for the organization of the admin, or for all.
     """

@@ -105,7 +105,9 @@ class SandboxPool:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if type(size) is not int or not 0 <= size <= SIZE_MAX:
-            raise InvalidSetting(f"the size of a pool is a whole number from 0 to {SIZE_MAX}, not {size!r}")
+            raise InvalidSetting(
+                f"the size of a pool must be a whole number from 0 to {SIZE_MAX}, not {size!r}"
+            )
         self.kind, self.size = kind, size
         self._limits = resource_limits
         self._uses_max, self._age_s_max = uses_max, age_s_max

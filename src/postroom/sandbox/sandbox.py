@@ -143,9 +143,9 @@ class BlockingSandbox:
 def checked_argv(argv: object) -> list[str]:
     """A program and its arguments."""
     if isinstance(argv, str) or not isinstance(argv, Sequence) or not argv:
-        raise InvalidMessage('argv is a list such as ["python3", "-c", "print(1)"]')
+        raise InvalidMessage('argv must be a list such as ["python3", "-c", "print(1)"]')
     if not all(isinstance(each, str) and "\0" not in each for each in argv):
-        raise InvalidMessage("argv is a list of texts without NUL")
+        raise InvalidMessage("argv must be a list of texts without NUL")
     return list(argv)
 
 

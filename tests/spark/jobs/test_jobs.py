@@ -159,7 +159,7 @@ def after(patch: pytest.MonkeyPatch, happens: Callable[[], None]) -> None:
     patch.setattr(delta_log, "_emptied", with_event)
 
 
-def test_the_form_of_gold_has_a_number(tables_of: TablesOf) -> None:
+def test_a_changed_schema_of_gold_needs_a_new_form_number(tables_of: TablesOf) -> None:
     """Whoever gives a gold table another column or partition raises `FORM`, and writes both here."""
     _, tables = tables_of()
     forms = [(name, tables.schema(name).simpleString(), GOLD[name].partition_by) for name in sorted(GOLD)]

@@ -20,7 +20,7 @@ def test_an_archive_whose_end_is_missing_is_not_used(tmp_path: Path, monkeypatch
     assert class_archive.using_archive() == ""
 
 
-def test_the_archive_of_another_java_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_java_has_its_own_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = class_archive.name_of(1)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path))
     assert class_archive.name_of(1) != own

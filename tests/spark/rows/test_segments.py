@@ -130,7 +130,7 @@ def test_events_after_a_missing_number_wait(tmp_path: Path) -> None:
     assert told(pending_segments(folder, 4)) == ([], [7, 8], [(5, 6)])
 
 
-def test_who_gives_them_up_gets_the_rest_and_their_numbers(tmp_path: Path) -> None:
+def test_skipping_missing_segments_returns_the_rest_and_the_missing_numbers(tmp_path: Path) -> None:
     pending = pending_segments(folder_with(tmp_path, 4, 6), 2, skip_missing=True)
     assert told(pending) == ([4, 6], [], [(3, 3), (5, 5)])
     assert pending.sentence() == "segments 3, 5 are missing and skipped"

@@ -71,7 +71,7 @@ class Home(Protocol):
         """The agent has the last part of an answer."""
 
     def forget(self, agent: "Agent") -> None:
-        """Serve an agent no longer."""
+        """Stop serving an agent."""
 
     async def wait_for_news(self, timeout_s: float) -> None:
         """Return when something may have come for an agent, or after `timeout_s`."""

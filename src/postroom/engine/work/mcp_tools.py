@@ -225,7 +225,7 @@ class McpServers:
         env: Mapping[str, str] | None,
     ) -> None:
         if not isinstance(name, str) or not is_name(name):
-            raise InvalidSetting(f"the name of an MCP server is a name, not {shown(name)}")
+            raise InvalidSetting(f"the name of an MCP server must be a name, not {shown(name)}")
         if name in self._servers:
             raise InvalidSetting(f"there is an MCP server {name} already")
         if (command is None) == (url is None) or isinstance(command, str) or command == []:

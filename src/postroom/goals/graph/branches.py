@@ -120,7 +120,7 @@ def checked_node_id(node_id: object) -> str:
 def checked_properties(properties: object) -> dict[str, Any]:
     """The properties of a node: a JSON object of up to 64 KiB."""
     if not isinstance(properties, Mapping) or not all(isinstance(name, str) for name in properties):
-        raise InvalidMessage(f"properties are a JSON object, not {type(properties).__name__}")
+        raise InvalidMessage(f"properties must be a JSON object, not {type(properties).__name__}")
     try:
         data = msgspec.json.encode(properties)
     except (TypeError, ValueError, UnicodeEncodeError, RecursionError) as error:

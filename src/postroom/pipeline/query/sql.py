@@ -79,7 +79,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.tables: set[str] = set()
-        self.aliases: set[str] = set()  # of WITH
+        self.aliases: set[str] = set()  # names of WITH clauses
         self.lists_tables = False
 
     def all(self, tree: Any) -> None:

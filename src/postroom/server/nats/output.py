@@ -65,7 +65,7 @@ class ConnectionOutput:
         self._notifies = False
         self.paused = False
         """Whether the transport has more than it can write."""
-        self.counted_bytes = 0  # against the client
+        self.counted_bytes = 0  # bytes that count against the limit of the client
         self._stalled_at = 0.0
         self._stalled_bytes = 0
 
