@@ -52,7 +52,9 @@ def harness(tmp_path: Path) -> Harness:
 
 @pytest.mark.parametrize("nested", [b"%b", b'{"payload":%b}', b'{"x":%b}'])
 @pytest.mark.parametrize("verb", [LIST, f"{NEWEST}FETCH.", f"{NEWEST}QUERY.", f"{NEWEST}ACK."])
-def test_a_nested_body_costs_no_other_client_its_answer(harness: Harness, verb: str, nested: bytes) -> None:
+def test_a_nested_body_does_not_stop_answers_to_other_clients(
+    harness: Harness, verb: str, nested: bytes
+) -> None:
     good, bad = FakeLink(), FakeLink()
     mail_id = harness.create(good, ttl=60)
     for number in range(20):

@@ -37,7 +37,7 @@ def test_every_message_is_labelled_whatever_its_body_says() -> None:
     assert message["from"] == "bob"
 
 
-def test_a_digest_names_only_so_many_senders() -> None:
+def test_a_digest_names_a_limited_number_of_senders() -> None:
     found = page([entry(number, sender=f"agent-{number}") for number in range(100)], 50)
     assert len(found["rest"]["from"]) == SENDERS_SHOWN_MAX
 

@@ -197,7 +197,7 @@ def test_every_plot_has_words_and_a_table() -> None:
         (esc("<a b='c'>\x07"), "&lt;a b=&#39;c&#39;&gt;\N{REPLACEMENT CHARACTER}"),
     ],
 )  # fmt: skip
-def test_values_as_a_person_reads_them(said: str, value: str) -> None:
+def test_values_are_formatted_for_people(said: str, value: str) -> None:
     assert said == value
 
 

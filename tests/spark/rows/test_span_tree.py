@@ -104,9 +104,7 @@ def test_who_is_far_from_all_others_leaves_them_alone(spark: SparkSession, tmp_p
     ]
 
 
-def test_without_the_rows_that_were_before_all_places_are_found_again(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_without_the_previous_rows_all_places_are_computed_again(spark: SparkSession, tmp_path: Path) -> None:
     growing = Growing(spark, tmp_path)
     growing.take({"a": None, "b": "a"})
     growing.take({"x": None, "y": "b"})

@@ -270,7 +270,7 @@ class Agents:
         return sorted(name for name in named if self.owner_of(name) == org)
 
     def orgs_of(self, name: str) -> AbstractSet[str]:
-        """The organizations one of whose agents a plain name can mean for those who belong to none.
+        """The organizations with an agent that callers without an organization name plainly.
 
         A name in the registry of agents, and one that an operator has, means just itself.
         """
