@@ -348,16 +348,16 @@ AGENT = """
 import sys, time
 from pathlib import Path
 from postroom.client import TaskClient
-from postroom.client.worker import Worker
+from postroom.client.worker import TaskWorker
 
 url, agent, token, folder, grace_s = sys.argv[1:]
-stop = Worker.stop
+stop = TaskWorker.stop
 
 def told_to_stop(worker):
     stop(worker)
     (Path(folder) / "stopping").touch()
 
-Worker.stop = told_to_stop
+TaskWorker.stop = told_to_stop
 
 def handler(task):
     (Path(folder) / "started").touch()

@@ -492,6 +492,10 @@ def test_late_answer_of_an_earlier_filter_is_not_shown(world: PageWorld, page: P
         else:
             route.continue_()
 
+    def held() -> bool:
+        page.wait_for_timeout(1)  # handlers of routes run while the page is waited for
+        return bool(late)
+
     page.goto(f"{world.url}/#/dead-letters?org_id=later")
     expect(page.get_by_label(f"choose {shown}")).to_be_visible()
     page.route(re.compile("/page/dead-letters"), hold_earlier)
@@ -501,6 +505,7 @@ def test_late_answer_of_an_earlier_filter_is_not_shown(world: PageWorld, page: P
             organization.fill(name)
             organization.blur()
     expect(page.get_by_label(f"choose {shown}")).to_be_visible()
+    until(held)
     [(route, answer)] = late
     assert [letter["message_id"] for letter in answer.json()["letters"]] == [hidden]
     with page.expect_response(re.compile("org_id=earlier")) as answered:
