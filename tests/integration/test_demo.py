@@ -53,7 +53,7 @@ def test_demo_proves_that_nothing_acknowledged_was_lost(tmp_path: Path) -> None:
         r"planner: resumed in epoch \d+, and the tool found weather",
         r"critic: has a message from planner",
         r"agents that still wait for an answer: 0",
-        r"step +fails for good +step 3: the train is full",
+        r"step +failed for good +step 3: the train is full",
         r"step +done +3 of 5, in another way",
         r"recovery +used +rollback_to_checkpoint; ",
         r"proof +of the goal +mail sent 1 time, charge undone 1 time",
