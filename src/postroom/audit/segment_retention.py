@@ -55,7 +55,7 @@ def why_kept(folder: str | os.PathLike[str]) -> str:
 
 
 def _remove(folder: Path, chain: Chain, old: list[ChainEntry]) -> None:
-    """Replace the oldest entries by a checkpoint, and remove their files."""
+    """Record a checkpoint in place of the oldest entries of the chain, then remove their segments."""
     # The newest segment becomes the recorded head, because the recorded one may be about to be removed.
     noted = noted_head(folder)
     if noted is not None:

@@ -23,7 +23,7 @@ from postroom.calls.verb import EVENT_STREAM, READ_REFUSED, REFUSED, Route, Verb
 
 
 class ListAgents(Verb, frozen=True, kw_only=True):
-    """Agents: their health, and what waits for what."""
+    """Agents: their health, open requests and unhandled messages."""
 
     org_id: Name | UnsetType = UNSET
 
@@ -124,7 +124,7 @@ class Send(AgentChange, frozen=True, kw_only=True):
 
 
 class InboxLine(msgspec.Struct, frozen=True):
-    """A message in an inbox. `key` is for `inbox/done`."""
+    """A message in an inbox. Acknowledge it by its `key` with `inbox/done`."""
 
     key: str
     message_id: str

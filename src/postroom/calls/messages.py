@@ -251,7 +251,7 @@ class ListLetters(Verb, frozen=True, kw_only=True):
 
     @property
     def filters(self) -> dict[str, Any]:
-        """The filters of the contract."""
+        """The filters that the caller set."""
         fields = msgspec.structs.asdict(self)
         return {name: value for name, value in fields.items() if value is not UNSET}
 
@@ -279,7 +279,7 @@ class _ChooseLetters(Verb, frozen=True, kw_only=True):
 
     @property
     def filters(self) -> dict[str, Any]:
-        """The filters of the contract."""
+        """The filters that the caller set."""
         names = ("org_id", "type", "error_type", "since", "until", "limit")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 

@@ -41,7 +41,7 @@ class LettersViewQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def filters(self) -> dict[str, object]:
-        """The filters of the contract."""
+        """The filters that the caller set."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
 
 
@@ -56,7 +56,7 @@ class LettersReplay(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def filters(self) -> dict[str, object]:
-        """The filters of the contract."""
+        """The filters that the caller set."""
         names = ("org_id", "type", "error_type")
         chosen = {name: value for name in names if (value := getattr(self, name)) is not None}
         return {**chosen, "limit": LETTERS_MAX}

@@ -19,7 +19,7 @@ def raise_descriptor_limit(at_most: int) -> int:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that may be written to the disk of a folder before its reserve is used; may be negative."""
+    """Free bytes on the disk of a folder above the reserve; negative once the reserve is in use."""
     found = os.statvfs(folder)
     reserve = min(FREE_BYTES_MIN, found.f_blocks * found.f_frsize // FREE_SHARE_MIN)
     return found.f_bavail * found.f_frsize - reserve

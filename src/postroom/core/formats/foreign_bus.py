@@ -200,7 +200,7 @@ def _document(events: "Iterable[yaml.Event]") -> Any:
 
 
 def _mapping(items: list[Any]) -> dict[str, Any]:
-    """A mapping from alternating keys and values. The last value of a repeated key wins."""
+    """Build a mapping from a list of key, value, key, value; a repeated key keeps its last value."""
     if not all(isinstance(key, str) for key in items[::2]):
         raise DamagedRecord("the header is not YAML")
     return dict(zip(items[::2], items[1::2], strict=True))

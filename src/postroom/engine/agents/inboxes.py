@@ -63,7 +63,7 @@ class Inboxes:
             raise Bounced(agent_id, f"its inbox holds {INBOX_MAX} messages that it has not acted on")
 
     def deliver(self, org_id: str, agent_id: str, sender: str, message_id: str, body: Any) -> None:
-        """Put a message into an inbox, once."""
+        """Add a message to an inbox. A repeated delivery of the same message adds nothing."""
         if not self.receipts(message_id):
             letter = AgentLetter(message_id, sender, body, self.transaction.wall_us)
             self.put_letter(org_id, agent_id, letter)

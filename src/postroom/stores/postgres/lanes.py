@@ -38,7 +38,7 @@ class PostgresLanes(Lanes):
     def __init__(self, ledger: PostgresLedger) -> None:
         self._ledger = ledger
         self.counts: dict[tuple[str, Counted], int] = {}
-        """What the transaction did to the counters."""
+        """By how much the transaction changed each counter."""
         self._depths: dict[str, dict[Counted, int]] = {}
         self._has_all_depths = False
         self._total: dict[Counted, int] | None = None

@@ -87,7 +87,7 @@ class SqliteLedger:
         self.new: list[Envelope] = []
         """New records that are not written yet. They differ only in payload and have the last numbers."""
         self.counts: dict[tuple[int, Counted], int] = {}
-        """What the transaction did to the counters. After a rollback the store reads them again."""
+        """By how much the transaction changed each counter. After a rollback the store reads them again."""
 
     @property
     def cursor(self) -> apsw.Cursor:
