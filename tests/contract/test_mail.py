@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from postroom.contracts.mail import LINK_FULL_BYTES, journal, mailboxes
+from postroom.contracts.mail import LINK_FULL_BYTES, mailboxes
 from postroom.contracts.mail.cards import card_registry
 from postroom.contracts.mail.mailboxes import hashed
 from postroom.core.mail import mq9
@@ -19,6 +19,7 @@ from postroom.core.mail import mq9replies as replies
 from postroom.core.mail.mailbox import MAILBOX_COST_BYTES, cost_of
 from postroom.errors import LockTimeout
 from postroom.logs import mail_log
+from postroom.logs.mail_log import SegmentLogLimits
 from tests.faultydisk import FaultyDisk
 from tests.mailservice import CREATE, MSG, FakeLink, Harness
 from tests.waiting import HANG_GUARD_S
@@ -34,6 +35,9 @@ SDK = "robustmq-mq9-python"
 def closed_at_the_end() -> Iterator[None]:
     yield
     Harness.close_all()
+
+
+COMPACTS_AT_ONCE = SegmentLogLimits(compact_from_bytes=0, compact_factor=0)
 
 
 @pytest.fixture
@@ -277,9 +281,9 @@ def test_a_client_that_waits_for_no_answer_sees_its_messages_in_order(harness: H
     assert len(harness.answer_of(link, "_INBOX.l")["messages"]) == 5
 
 
-def eighty_wait_for_one_fsync(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> FakeLink:
+def eighty_wait_for_one_fsync(harness: Harness) -> FakeLink:
     """One turn of the loop runs as few of the callbacks as allowed."""
-    monkeypatch.setattr(mail_log, "TASKS_A_TURN_S", 0.0)
+    harness.limit(log=SegmentLogLimits(tasks_a_turn_s=0.0))
     link = FakeLink()
     mail_id = harness.create(link, ttl=60)
     link.answers.clear()
@@ -289,10 +293,8 @@ def eighty_wait_for_one_fsync(harness: Harness, monkeypatch: pytest.MonkeyPatch)
     return link
 
 
-def test_callbacks_after_one_fsync_run_in_bounded_pieces_and_in_order(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link = eighty_wait_for_one_fsync(harness, monkeypatch)
+def test_callbacks_after_one_fsync_run_in_bounded_pieces_and_in_order(harness: Harness) -> None:
+    link = eighty_wait_for_one_fsync(harness)
     turns = []
     while len(link.answers) < 80:
         harness.soon.get(timeout=HANG_GUARD_S)()
@@ -302,10 +304,8 @@ def test_callbacks_after_one_fsync_run_in_bounded_pieces_and_in_order(
     assert [reply for reply, _ in link.answers] == [f"_INBOX.{number}" for number in range(80)]
 
 
-def test_callers_waiting_for_the_disk_are_answered_at_close(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link = eighty_wait_for_one_fsync(harness, monkeypatch)
+def test_callers_waiting_for_the_disk_are_answered_at_close(harness: Harness) -> None:
+    link = eighty_wait_for_one_fsync(harness)
     harness.soon.get(timeout=HANG_GUARD_S)()
     harness.service.close()
     assert [reply for reply, _ in link.answers] == [f"_INBOX.{number}" for number in range(80)]
@@ -1131,8 +1131,8 @@ def log_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("mail-*.log"), key=lambda path: path.name[-12:])
 
 
-def test_two_servers_cannot_share_a_folder(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mail_log, "LOCK_WAIT_S", 0.0)
+def test_two_servers_cannot_share_a_folder(harness: Harness) -> None:
+    harness.limit(log=SegmentLogLimits(lock_wait_s=0.0))
     with pytest.raises(LockTimeout):
         harness.opened()
 
@@ -1155,9 +1155,7 @@ def test_a_torn_end_is_skipped_and_kept(harness: Harness, cut: int) -> None:
     assert harness.kinds()[-1] == "quarantined"
 
 
-def test_a_damaged_stretch_loses_only_its_records_and_survives_compaction(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_stretch_loses_only_its_records_and_survives_compaction(harness: Harness) -> None:
     link = FakeLink()
     mail_id = harness.create(link, ttl=0)
     for number in range(5):
@@ -1171,8 +1169,7 @@ def test_a_damaged_stretch_loses_only_its_records_and_survives_compaction(
     harness.service = harness.opened()
     harness.subscribe(link, f"{mail_id}.*")
     assert link.take() == [b"message-0", b"message-1", b"message-3", b"message-4"]
-    monkeypatch.setattr(mail_log, "COMPACT_FROM_BYTES", 0)
-    monkeypatch.setattr(mail_log, "COMPACT_FACTOR", 0)
+    harness.limit(log=COMPACTS_AT_ONCE)
     harness.tick()
     harness.tick()
     assert not path.exists()
@@ -1182,12 +1179,9 @@ def test_a_damaged_stretch_loses_only_its_records_and_survives_compaction(
     assert link.take() == [b"message-0", b"message-1", b"message-3", b"message-4"]
 
 
-def test_compaction_keeps_live_records_and_shrinks_the_log(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mail_log, "SEGMENT_BYTES_MAX", 20_000)
-    monkeypatch.setattr(mail_log, "COMPACT_FROM_BYTES", 50_000)
-    monkeypatch.setattr(mail_log, "COMPACT_STEP_RECORDS", 3)
+def test_compaction_keeps_live_records_and_shrinks_the_log(harness: Harness) -> None:
+    few = SegmentLogLimits(segment_bytes_max=20_000, compact_from_bytes=50_000, compact_step_records=3)
+    harness.limit(log=few)
     link = FakeLink()
     mail_id = harness.create(link, ttl=0)
     harness.request(link, "$mq9.AI.AGENT.REGISTER", b'{"name":"a"}')
@@ -1335,9 +1329,9 @@ def test_other_calls_of_a_batch_run_one_by_one(harness: Harness) -> None:
 
 @pytest.mark.parametrize("row_bytes_max", [0, 1 << 20], ids=["each", "row"])
 def test_a_batch_survives_a_restart_without_its_deleted_messages(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, row_bytes_max: int
+    harness: Harness, row_bytes_max: int
 ) -> None:
-    monkeypatch.setattr(journal, "ROW_BYTES_MAX", row_bytes_max)
+    harness.limit(row_bytes_max=row_bytes_max)
     link = FakeLink()
     mail_id = harness.create(link, ttl=0)
     harness.service.published(
@@ -1370,11 +1364,8 @@ def test_a_payload_cannot_pass_for_a_record(harness: Harness) -> None:
     assert (stats["mailboxes"], stats["messages"], stats["bytes"]) == (1, 0, MAILBOX_COST_BYTES)
 
 
-def test_compaction_keeps_records_that_are_not_synced_yet(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mail_log, "COMPACT_FROM_BYTES", 0)
-    monkeypatch.setattr(mail_log, "COMPACT_FACTOR", 0)
+def test_compaction_keeps_records_that_are_not_synced_yet(harness: Harness) -> None:
+    harness.limit(log=COMPACTS_AT_ONCE)
     link = FakeLink()
     mail_id = harness.create(link, ttl=0)
     harness.reopen()
@@ -1398,7 +1389,7 @@ def test_segments_with_deletes_stay_while_an_earlier_one_cannot_be_removed(
     late = harness.send(link, mail_id, b"deleted after", "critical")
     assert harness.folder is not None
     first = log_files(harness.folder)[0]
-    harness.reopen()
+    harness.limit(log=SegmentLogLimits(compact_from_bytes=0, compact_factor=0, segment_bytes_max=50))
     harness.request(link, f"{DELETE}{mail_id}.{early}")
     unlink = os.unlink
 
@@ -1407,9 +1398,6 @@ def test_segments_with_deletes_stay_while_an_earlier_one_cannot_be_removed(
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         unlink(path)
 
-    monkeypatch.setattr(mail_log, "COMPACT_FROM_BYTES", 0)
-    monkeypatch.setattr(mail_log, "COMPACT_FACTOR", 0)
-    monkeypatch.setattr(mail_log, "SEGMENT_BYTES_MAX", 50)
     monkeypatch.setattr(os, "unlink", stubborn)
     for deleted in (early, late):
         for _ in range(12):

@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from postroom.contracts.mail.options import MailOptions, Storage
+from postroom.contracts.mail.options import MailLimits, MailOptions, Storage
 from postroom.core.mail import mailbox, subscribers
 from postroom.core.mail.mailbox import RANKS
 from postroom.core.nats import natswire
@@ -54,10 +54,12 @@ TTLS_S = (0, 3600, 0.4)
 
 def server(report: Report, *, folder: str, sabotage: str = "", storage: Storage = "group") -> None:
     """Serve until killed."""
-    mail_log.SEGMENT_BYTES_MAX = SEGMENT_BYTES_FEW
-    mail_log.COMPACT_FROM_BYTES = COMPACT_FROM_BYTES_FEW
-    mail_log.COMPACT_FACTOR = COMPACT_FACTOR_FEW
-    mail_log.COMPACT_STEP_RECORDS = COPY_STEP_FEW
+    few = mail_log.SegmentLogLimits(
+        segment_bytes_max=SEGMENT_BYTES_FEW,
+        compact_from_bytes=COMPACT_FROM_BYTES_FEW,
+        compact_factor=COMPACT_FACTOR_FEW,
+        compact_step_records=COPY_STEP_FEW,
+    )
     SABOTAGES[sabotage]()
 
     def ready(port: int) -> None:
@@ -66,7 +68,7 @@ def server(report: Report, *, folder: str, sabotage: str = "", storage: Storage 
         fresh.rename(Path(folder, "port"))
         report("port", port)
 
-    options = MailOptions(critical=storage, urgent=storage)
+    options = MailOptions(critical=storage, urgent=storage, limits=MailLimits(log=few))
     where = ServerOptions(host=HOST, port=0, limits=NatsLimits(tick_s=TICK_S_FEW))
     mail_server.serve(Path(folder, "mail"), where, options, ready=ready)
 

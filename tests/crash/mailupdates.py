@@ -10,7 +10,7 @@ from typing import Any
 from postroom.contracts.mail.options import MailOptions, Storage
 from postroom.contracts.mail.service import MailService
 from postroom.errors import PostroomError
-from postroom.logs import mail_log
+from postroom.logs.mail_log import SegmentLogLimits
 from postroom.message import Durability
 from postroom.system.clock import SystemClock
 from tests.crash.ledger import Delivery, Tally, body_of, compare, token_of
@@ -36,6 +36,11 @@ class MailHarness:
         self.folder = folder
         self.link = FakeLink()
         self.service = MailService(self.folder, self._soon.put, options=options)
+
+    def limit(self, limits: SegmentLogLimits) -> None:
+        log = self.service._mailboxes.journal.log
+        assert log is not None
+        log.limits = limits
 
     def ask(self, *requests: tuple[str, bytes]) -> list[Any]:
         """Send a batch of requests and turn the loop until all answers have arrived."""
@@ -105,7 +110,7 @@ def _send_first(harness: MailHarness, attempt: int) -> list[str]:
 
 
 def _send_across(harness: MailHarness, attempt: int) -> list[str]:
-    mail_log.SEGMENT_BYTES_MAX = SEGMENT_BYTES_FEW
+    harness.limit(SegmentLogLimits(segment_bytes_max=SEGMENT_BYTES_FEW))
     words = _send_many(harness, attempt)
     return words + _send(harness, new_tokens(attempt + 10))
 
@@ -114,8 +119,8 @@ def _compact(harness: MailHarness, attempt: int) -> list[str]:
     """Compact while a message is on its way to the disk, and check that the old segments are removed."""
     first = next(harness.folder.glob("mail-*-00000001.log"), "")
     words = _send_many(harness, attempt)
-    mail_log.COMPACT_FROM_BYTES = mail_log.COMPACT_FACTOR = 0
-    mail_log.COMPACT_AFTER_S = 0.0  # a copy that failed is retried at once
+    # A copy that failed is retried at once.
+    harness.limit(SegmentLogLimits(compact_from_bytes=0, compact_factor=0, compact_after_s=0.0))
     harness.service.published(
         harness.link, f"{MSG}{BOX}.critical", "", 0, [_payload(token_of(f"way{attempt}", 0, 50))]
     )

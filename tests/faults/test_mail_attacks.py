@@ -15,6 +15,7 @@ import pytest
 
 from postroom.contracts.mail import mailboxes
 from postroom.contracts.mail.cards import card_index, card_registry
+from postroom.contracts.mail.cards.card_index import SearchLimits
 from postroom.contracts.mail.options import MailLimits
 from postroom.contracts.mail.quotas import RECORD_BYTES
 from postroom.contracts.mail.requests import (
@@ -26,6 +27,7 @@ from postroom.contracts.mail.requests import (
 from postroom.core.mail import mq9
 from postroom.core.mail.mailbox import GROUP_COST_BYTES, MAILBOX_COST_BYTES, MESSAGE_COST_BYTES, cost_of
 from postroom.logs import mail_log
+from postroom.logs.mail_log import SegmentLogLimits
 from postroom.logs.mail_records import Record
 from tests.mailservice import MSG, FakeLink, Harness
 
@@ -511,15 +513,13 @@ def test_a_search_looks_at_a_limited_number_of_longer_words(
     assert len(agent(harness, link, "DISCOVER", text="zzz zzzz", limit=100)["agents"]) == 20
     assert len(looked) == 2 * 400
     looked.clear()
-    monkeypatch.setattr(card_index, "PREFIX_WORDS_MAX", 60)
+    harness.limit(search=SearchLimits(prefix_words_max=60))
     found = agent(harness, link, "DISCOVER", text="zzz zzzz", limit=100)["agents"]
     assert [card["name"] for card in found] == ["a00", "a01"]  # 30 words each
     assert len(looked) == 60
 
 
-def test_search_reads_a_limited_number_of_cards_rare_words_first(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_reads_a_limited_number_of_cards_rare_words_first(harness: Harness) -> None:
     link = FakeLink()
     for number in range(20):
         agent(
@@ -530,9 +530,9 @@ def test_search_reads_a_limited_number_of_cards_rare_words_first(
         return [card["name"] for card in agent(harness, link, "DISCOVER", text=text, limit=100)["agents"]]
 
     assert len(found("common rare")) == 20
-    monkeypatch.setattr(card_index, "CARDS_LOOKED_MAX", 5)
+    harness.limit(search=SearchLimits(cards_looked_max=5))
     assert found("common rare") == ["a17", "a18", "a19", "a00", "a01"]
-    monkeypatch.setattr(card_index, "CARDS_LOOKED_MAX", 2)
+    harness.limit(search=SearchLimits(cards_looked_max=2))
     assert found("common rare") == found("common ra rar rare") == ["a17", "a18"]
 
 
@@ -690,8 +690,7 @@ def test_messages_deleted_before_a_restart_leave_the_disk_as_well(harness: Harne
 
 
 def test_a_copy_without_gain_is_not_repeated(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mail_log, "COMPACT_FROM_BYTES", 10_000)
-    monkeypatch.setattr(mail_log, "SEGMENT_BYTES_MAX", 5_000)
+    harness.limit(log=SegmentLogLimits(compact_from_bytes=10_000, segment_bytes_max=5_000))
     link = FakeLink()
     mail_id = harness.create(link, ttl=0)
     for number in range(10):
@@ -713,7 +712,7 @@ def test_copies_because_of_removals_are_rate_limited(
     mail_id = harness.create(link, ttl=0)
     for _ in range(10):
         harness.send(link, mail_id, b"x" * 10_000, "critical")
-    monkeypatch.setattr(mail_log, "COMPACT_BYTES_PER_S", 1_000)  # the live bytes take 100 s and more
+    harness.limit(log=SegmentLogLimits(compact_bytes_per_s=1_000))  # the live bytes take 100 s and more
     agent(harness, link, "REGISTER", name="ada")
     copies: list[float] = []
     log = harness.service._mailboxes.journal.log

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from postroom.contracts.mail.options import MailLimits
-from postroom.logs import mail_log
+from postroom.logs.mail_log import SegmentLogLimits
 from tests.mailservice import CREATE, MSG, FakeLink, Harness
 from tests.quick import QUICK
 
@@ -246,24 +246,12 @@ class SmallSteps(Mailboxes):
     """
 
     NORMAL = "os"
-    SERVICE_LIMITS = MailLimits(replay_step=2)
-    LIMITS = (
-        (mail_log, "SEGMENT_BYTES_MAX", 300),
-        (mail_log, "COMPACT_FROM_BYTES", 500),
-        (mail_log, "COMPACT_FACTOR", 0),
-        (mail_log, "COMPACT_STEP_RECORDS", 2),
+    SERVICE_LIMITS = MailLimits(
+        replay_step=2,
+        log=SegmentLogLimits(
+            segment_bytes_max=300, compact_from_bytes=500, compact_factor=0, compact_step_records=2
+        ),
     )
-
-    def __init__(self) -> None:
-        self.kept = [(module, name, getattr(module, name)) for module, name, _ in self.LIMITS]
-        for module, name, limit in self.LIMITS:
-            setattr(module, name, limit)
-        super().__init__()
-
-    def teardown(self) -> None:
-        super().teardown()
-        for module, name, limit in self.kept:
-            setattr(module, name, limit)
 
 
 TestMailboxes = Mailboxes.TestCase

@@ -3,17 +3,16 @@
 import math
 import random
 
-import pytest
-
 from postroom.contracts.mail.cards import card_index
-from postroom.contracts.mail.cards.card_index import CardIndex, SortedTexts
+from postroom.contracts.mail.cards.card_index import CardIndex, SearchLimits, SortedTexts
 from postroom.core.mail.mailbox import AgentKey
 
+LIMITS = SearchLimits()
 
-def test_sorted_texts_are_those_of_a_sorted_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(card_index, "BLOCK_TEXTS", 4)
+
+def test_sorted_texts_are_those_of_a_sorted_set() -> None:
     chance = random.Random(7)
-    texts, known = SortedTexts(), set[str]()
+    texts, known = SortedTexts(4), set[str]()
     for growth in (0.8, 0.2, 0.8, 0.0):
         for _ in range(300):
             text = "".join(chance.choices("ab\0é", k=chance.randrange(6)))
@@ -40,12 +39,9 @@ def everything(cards: dict[AgentKey, list[str]], words: list[str]) -> list[Agent
     return sorted(scores, key=lambda key: (-round(scores[key], 9), key[1], key[0]))
 
 
-def test_search_within_its_limits_equals_a_full_scan(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(card_index, "BLOCK_TEXTS", 4)
+def test_search_within_its_limits_equals_a_full_scan() -> None:
     chance = random.Random(7)
-    indexes = {org: CardIndex(org) for org in ("", "acme")}
+    indexes = {org: CardIndex(org, 4) for org in ("", "acme")}
     cards: dict[AgentKey, list[str]] = {}
 
     def text() -> str:
@@ -59,7 +55,7 @@ def test_search_within_its_limits_equals_a_full_scan(
             cards[key] = list({text(): None for _ in range(chance.randrange(8))})
             indexes[key[0]].add(key, cards[key])
         words = list({text(): None for _ in range(chance.randint(1, 3))})
-        assert card_index.best(indexes.values(), words, 0, 100) == everything(cards, words)
-        assert card_index.best(indexes.values(), words, 3, 2) == everything(cards, words)[3:5]
+        assert card_index.best(indexes.values(), words, 0, 100, LIMITS) == everything(cards, words)
+        assert card_index.best(indexes.values(), words, 3, 2, LIMITS) == everything(cards, words)[3:5]
         by_name = sorted(cards, key=lambda key: (key[1], key[0]))
         assert card_index.by_name(indexes.values(), 3, 5) == by_name[3:8]

@@ -8,9 +8,9 @@ Rule 2: after a failed write or fsync the segment's handle is dead. Nothing is a
 Rule 3: an old segment is never appended to. It is removed only when every live record is in newer segments
         that are on the disk. Its damaged stretches are kept in files next to it first.
 Rule 4: compaction copies the live records and removes the old segments in two cases. Either the log is
-        `COMPACT_FACTOR` times as large as the live records and as the last copy. Or something was removed
-        `COMPACT_AFTER_S` ago; then copies write at most `COMPACT_BYTES_PER_S` on average, or all live records
-        once in `COMPACT_AFTER_S` if that is less.
+        `compact_factor` times as large as the live records and as the last copy. Or something was removed
+        `compact_after_s` ago; then copies write at most `compact_bytes_per_s` on average, or all live records
+        once in `compact_after_s` if that is less.
 """
 
 import errno
@@ -28,6 +28,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
 
+import msgspec
+
 from postroom.errors import LockTimeout
 from postroom.logs.appendfile import opened, truncated
 from postroom.logs.mail_records import SECRET_BYTES, Framing, Record, Started
@@ -37,18 +39,9 @@ from postroom.system.atomic import make_folder, open_safely, read_file, replace_
 from postroom.system.callbacks import attempt, report
 from postroom.system.crypto.encryption import Encryption, key_of
 
-SEGMENT_BYTES_MAX = 32 << 20  # a segment that has reached it is followed by a new one
-BACKLOG_BYTES_MAX = 64 << 20  # written and not synced; above it the server stops reading
-COMPACT_FROM_BYTES = 64 << 20  # a smaller log is not compacted for its size
-COMPACT_FACTOR = 3  # nor is a log of which more than a third is live
-COMPACT_AFTER_S = 30.0  # from a removal to the copy that leaves the removed records out
-COMPACT_BYTES_PER_S = 2 << 20  # copied on average because of removals: 1 GiB takes eight minutes
-COMPACT_STEP_RECORDS = 1_500  # records copied in one tick,
-COMPACT_STEP_BYTES = 4 << 20  # or bytes, whichever is reached first
-TASKS_A_TURN_S = 0.005  # for callbacks after an fsync, in one turn of the loop,
-TASKS_SHARE = 8  # or longer, until 1/8 of them has run: acknowledgements must keep up with sends
+COMPACT_STEP_BYTES = 4 << 20  # copied in one tick, or `compact_step_records`, whichever is reached first
+TASKS_SHARE = 8  # of the callbacks after an fsync, run in one turn of the loop: they must keep up with sends
 KEYS_LOOK_S = 1.0  # between two looks at the key file
-LOCK_WAIT_S = 2.0  # for a server that is shutting down
 
 COMPACTED = "mail.compacted"
 """The number of the last segment that a compaction replaced: a later one that is missing was lost."""
@@ -57,6 +50,20 @@ _NAME = re.compile(rf"mail-([0-9a-f]{{{2 * SECRET_BYTES}}})-(\d{{8}})\.log")
 Fail = Callable[..., object]
 """Called with the facts of a callback and the reason when its batch could not be written."""
 Callback = tuple[Callable[..., object], tuple[object, ...], Fail | None]
+
+
+class SegmentLogLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits and intervals that users do not set."""
+
+    segment_bytes_max: int = 32 << 20  # a segment that has reached it is followed by a new one
+    backlog_bytes_max: int = 64 << 20  # written and not synced; above it the server stops reading
+    compact_from_bytes: int = 64 << 20  # a smaller log is not compacted for its size
+    compact_factor: int = 3  # nor is a log of which more than a third is live
+    compact_after_s: float = 30.0  # from a removal to the copy that leaves the removed records out
+    compact_bytes_per_s: int = 2 << 20  # copied on average because of removals: 1 GiB takes eight minutes
+    compact_step_records: int = 1_500  # copied in one tick
+    tasks_a_turn_s: float = 0.005  # for callbacks after an fsync, or longer, until 1/8 of them has run
+    lock_wait_s: float = 2.0  # for a server that is shutting down
 
 
 class _SyncJob(NamedTuple):
@@ -138,18 +145,19 @@ class SegmentLog:
         self,
         folder: Path,
         run_soon: Callable[[Callable[[], None]], object],
-        encryption: Encryption | None = None,
+        encryption: Encryption | None,
+        limits: SegmentLogLimits,
     ) -> None:
         make_folder(folder, "group")
-        self._encryption = encryption
+        self._encryption, self.limits = encryption, limits
         self._look_at_keys_s = 0.0
         self._folder = folder
         self._lock_fd = lock.open_lock_file(folder / "mail.lock")
         try:
             try:
-                lock.acquire(self._lock_fd, LOCK_WAIT_S, folder)
+                lock.acquire(self._lock_fd, limits.lock_wait_s, folder)
             except LockTimeout:
-                raise LockTimeout(folder, LOCK_WAIT_S, lock.holder(self._lock_fd)) from None
+                raise LockTimeout(folder, limits.lock_wait_s, lock.holder(self._lock_fd)) from None
             lock.note_holder(self._lock_fd)
             self._old = log_segments(folder)
         except BaseException:
@@ -281,7 +289,7 @@ class SegmentLog:
     @property
     def overloaded(self) -> bool:
         """Whether so much is unwritten that the server should stop reading."""
-        return self._backlog_bytes > BACKLOG_BYTES_MAX
+        return self._backlog_bytes > self.limits.backlog_bytes_max
 
     def flush(self) -> None:
         """Write the batch, run the callbacks of `after_write`, and request an fsync for the others."""
@@ -307,7 +315,7 @@ class SegmentLog:
             attempt(call, *facts)
         if self._sync_tasks:
             self._request_sync()
-        if self._size >= SEGMENT_BYTES_MAX:
+        if self._size >= self.limits.segment_bytes_max:
             self._rotate()
 
     def _refuse_batch(self) -> None:
@@ -439,7 +447,8 @@ class SegmentLog:
     def _run_due(self) -> None:
         """Run callbacks for a limited time, but at least a share of them; the rest in the next turn."""
         self._is_scheduled = False
-        ends, most_left = perf_counter() + TASKS_A_TURN_S, len(self._due) - len(self._due) // TASKS_SHARE
+        ends = perf_counter() + self.limits.tasks_a_turn_s
+        most_left = len(self._due) - len(self._due) // TASKS_SHARE
         while self._due:
             call, facts, _ = self._due.popleft()
             try:
@@ -523,12 +532,14 @@ class SegmentLog:
             self._garbage_since_s = now_s
         if self._copy_requested or self.trouble:
             return False
-        pause_s = max(COMPACT_AFTER_S, live_bytes / COMPACT_BYTES_PER_S)
-        if now_s >= max(self._garbage_since_s + COMPACT_AFTER_S, self._copied_at_s + pause_s):
+        limits = self.limits
+        pause_s = max(limits.compact_after_s, live_bytes / limits.compact_bytes_per_s)
+        if now_s >= max(self._garbage_since_s + limits.compact_after_s, self._copied_at_s + pause_s):
             return True
         # A copy without gain is not repeated: the log has to outgrow the last copy as well.
         alive = max(live_bytes, self._copy_bytes)
-        is_mostly_garbage = self._old_bytes + self._size > max(COMPACT_FROM_BYTES, COMPACT_FACTOR * alive)
+        kept_bytes = max(limits.compact_from_bytes, limits.compact_factor * alive)
+        is_mostly_garbage = self._old_bytes + self._size > kept_bytes
         return is_mostly_garbage and bool(self._old) and not self._copy_stopped
 
     def copy(self, alive: Iterator[Record], now_s: float) -> None:
@@ -547,14 +558,14 @@ class SegmentLog:
 
     def _copy_some(self, alive: Iterator[Record]) -> None:
         ends = self._copy_bytes + COMPACT_STEP_BYTES
-        records = 0
-        for record in islice(alive, COMPACT_STEP_RECORDS):
+        records, records_max = 0, self.limits.compact_step_records
+        for record in islice(alive, records_max):
             self.append(record, droppable=True)
             self._copy_bytes += len(self._buffer[-1])
             records += 1
             if self._copy_bytes >= ends:
                 return
-        if records < COMPACT_STEP_RECORDS:
+        if records < records_max:
             self.flush()
             if not self.trouble:
                 self._copying = None

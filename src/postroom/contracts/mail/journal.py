@@ -16,7 +16,6 @@ from postroom.core.mail.mq9 import Mq9Error
 from postroom.core.times import NANOS_PER_S
 from postroom.logs.mail_log import Fail, SegmentLog
 from postroom.logs.mail_records import (
-    ROW_BYTES_MAX,
     AgentRecord,
     Extended,
     MailboxExpired,
@@ -48,9 +47,10 @@ class Journal:
         clock: Clock,
     ) -> None:
         self._clock = clock
+        self._row_bytes_max = options.limits.row_bytes_max
         self.log = None
         if folder is not None:
-            self.log = SegmentLog(folder, run_soon, key_file_encryption(options.key_file))
+            self.log = SegmentLog(folder, run_soon, key_file_encryption(options.key_file), options.limits.log)
         self._storages: tuple[Storage, ...] = (
             options.critical,
             options.urgent,
@@ -128,7 +128,7 @@ class Journal:
             return
         payloads = [letter.payload for letter in letters]
         row = PutRow(box.serial, first.number, first.priority, first.created_us, payloads, first.account.name)
-        for record in (row,) if nbytes <= ROW_BYTES_MAX else row.puts():
+        for record in (row,) if nbytes <= self._row_bytes_max else row.puts():
             self.log.append(record, droppable=droppable)
 
     def supersede(self, record: Record) -> None:

@@ -5,8 +5,11 @@ from typing import Literal
 
 import msgspec
 
+from postroom.contracts.mail.cards.card_index import SearchLimits
 from postroom.core.mail.mq9 import DEFAULT_TTL_S
 from postroom.core.mail.mq9replies import Envelope
+from postroom.logs.mail_log import SegmentLogLimits
+from postroom.logs.mail_records import ROW_BYTES_MAX
 
 Storage = Literal["memory", "os", "group"]
 """When a message counts as stored: at once, when the operating system has it, or after a shared fsync."""
@@ -43,6 +46,9 @@ class MailLimits(msgspec.Struct, frozen=True, kw_only=True):
     agents_max: int = AGENTS_MAX
     cards_bytes_max: int = CARDS_BYTES_MAX
     client_cards_bytes_max: int = CLIENT_CARDS_BYTES_MAX
+    row_bytes_max: int = ROW_BYTES_MAX
+    search: SearchLimits = SearchLimits()
+    log: SegmentLogLimits = SegmentLogLimits()
 
 
 class MailOptions(msgspec.Struct, frozen=True, kw_only=True):

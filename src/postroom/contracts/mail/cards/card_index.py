@@ -14,22 +14,30 @@ from heapq import merge, nsmallest
 from itertools import chain, islice
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from postroom.core.mail.mailbox import AgentKey
 
-CARDS_LOOKED_MAX = 10_000  # cards that a search looks at; a card counts once for each word that it has
-PREFIX_WORDS_MAX = 3_200  # words that a search looks at for those that begin with its words, which share them
 PREFIX_CHARS_MIN = 3  # of a searched word to match longer words as their prefix
 BLOCK_TEXTS = 1_000  # of a sorted list, before a block of it is split
 
 Keys: TypeAlias = dict[AgentKey, None]
 
 
+class SearchLimits(msgspec.Struct, frozen=True):
+    """Limits of one search that users do not set."""
+
+    cards_looked_max: int = 10_000  # a card counts once for each word that it has
+    prefix_words_max: int = 3_200  # that begin with the words of the search, which share them
+
+
 class SortedTexts:
     """Distinct texts in order, in blocks: to add or to remove one moves the texts of one block only."""
 
-    __slots__ = ("_blocks", "_firsts")
+    __slots__ = ("_block_texts", "_blocks", "_firsts")
 
-    def __init__(self) -> None:
+    def __init__(self, block_texts: int = BLOCK_TEXTS) -> None:
+        self._block_texts = block_texts
         self._blocks: list[list[str]] = []  # none is empty
         self._firsts: list[str] = []  # for each block a text up to which the one before it ends
 
@@ -41,7 +49,7 @@ class SortedTexts:
         index = self._block_of(text)
         block = self._blocks[index]
         insort(block, text)
-        if len(block) > BLOCK_TEXTS:
+        if len(block) > self._block_texts:
             middle = len(block) // 2
             self._blocks[index : index + 1] = [block[:middle], block[middle:]]
             self._firsts.insert(index + 1, block[middle])
@@ -74,12 +82,12 @@ class CardIndex:
 
     __slots__ = ("_by_word", "_names", "_org", "_words", "size")
 
-    def __init__(self, org: str) -> None:
+    def __init__(self, org: str, block_texts: int = BLOCK_TEXTS) -> None:
         self.size = 0  # cards
         self._org = org
-        self._names = SortedTexts()
+        self._names = SortedTexts(block_texts)
         self._by_word: dict[str, Keys] = {}
-        self._words = SortedTexts()
+        self._words = SortedTexts(block_texts)
 
     def add(self, key: AgentKey, words: Iterable[str]) -> None:
         """Add a card that is not there yet."""
@@ -135,20 +143,28 @@ def by_name(indexes: Iterable[CardIndex], first: int, count: int) -> list[AgentK
     return [(org, name) for name, org in islice(ordered, first, first + count)]
 
 
-def best(indexes: Iterable[CardIndex], words: Sequence[str], first: int, count: int) -> list[AgentKey]:
+def best(
+    indexes: Iterable[CardIndex],
+    words: Sequence[str],
+    first: int,
+    count: int,
+    limits: SearchLimits,
+) -> list[AgentKey]:
     """A page of the cards that have any of the words, the best first."""
-    scores = _scores(list(indexes), words)
+    scores = _scores(list(indexes), words, limits)
     if first >= len(scores):
         return []
     page = nsmallest(first + count, scores, key=lambda key: (-scores[key], key[1], key[0]))
     return page[first:]
 
 
-def _scores(indexes: Sequence[CardIndex], words: Sequence[str]) -> dict[AgentKey, float]:
+def _scores(
+    indexes: Sequence[CardIndex], words: Sequence[str], limits: SearchLimits
+) -> dict[AgentKey, float]:
     total = sum(index.size for index in indexes)
-    matches = [_match(indexes, word, PREFIX_WORDS_MAX // len(words)) for word in words]
+    matches = [_match(indexes, word, limits.prefix_words_max // len(words)) for word in words]
     scores: dict[AgentKey, float] = {}
-    left = CARDS_LOOKED_MAX
+    left = limits.cards_looked_max
     for match in sorted(matches, key=lambda match: match.size):
         keys = dict.fromkeys(islice(chain.from_iterable(match.parts), left))
         size = len(keys) if match.size <= left else min(match.size, total)

@@ -127,7 +127,8 @@ class AgentRegistry:
         orgs = self._indexes if link.sees_all else dict.fromkeys(("", link.org))
         visible = [self._indexes[org] for org in orgs if org in self._indexes]
         if searched:
-            keys = card_index.best(visible, _distinct(searched[:SEARCH_CHARS_MAX], WORDS_MAX), first, limit)
+            words = _distinct(searched[:SEARCH_CHARS_MAX], WORDS_MAX)
+            keys = card_index.best(visible, words, first, limit, self._limits.search)
         else:
             keys = card_index.by_name(visible, first, limit)
         return [msgspec.Raw(self._mailboxes.agents[key].card) for key in keys]
