@@ -138,7 +138,7 @@ class Harness:
         self.soon = queue.SimpleQueue()
         self.service = self.opened()
 
-    def limit(self, **limits: int) -> None:
+    def limit(self, **limits: Any) -> None:
         """Open the service again with other limits."""
         limited = msgspec.structs.replace(self.options.limits, **limits)
         self.options = msgspec.structs.replace(self.options, limits=limited)

@@ -130,9 +130,7 @@ def test_a_body_that_quotes_an_id_is_not_taken_for_its_record(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("window", [64, 200, 4096])
-def test_windows_of_any_size_give_the_same_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
-) -> None:
+def test_windows_of_any_size_give_the_same_records(tmp_path: Path, window: int) -> None:
     from postroom.logs import busfile
 
     records = [
@@ -144,9 +142,19 @@ def test_windows_of_any_size_give_the_same_records(
     bus = written(tmp_path, *records)
     expected = shown(bus.read())
     assert [body for _, body in expected] == ["one\n---\nno: header", "two\n---\ntext", "three", "four"]
-    monkeypatch.setattr(busfile, "WINDOW_BYTES", window)
-    monkeypatch.setattr(busfile, "BACKWARD_FIRST_BYTES", window)
-    assert shown(bus.read()) == expected
+    with bus.path.open("rb") as file:
+        parts = list(busfile.decode_from(file.fileno(), 0, 0, window))
+    assert shown([message for part in parts for message in part.messages]) == expected
+
+
+@pytest.mark.parametrize("padding", range(0, 400, 50))
+def test_windows_that_end_anywhere_in_a_record_give_the_same_records(tmp_path: Path, padding: int) -> None:
+    from postroom.logs.busfile import BACKWARD_FIRST_BYTES
+
+    long = sorted_keys("two\n---\ntext", SECOND, zeta="x" * (BACKWARD_FIRST_BYTES - padding))
+    bus = written(tmp_path, plain("one\n---\nno: header", FIRST), long, plain("three", THIRD))
+    expected = shown(bus.read())
+    assert [body for _, body in expected] == ["one\n---\nno: header", "two\n---\ntext", "three"]
     assert shown(bus.tail(2)) == expected[-2:]
     assert shown(bus.read(SECOND)) == expected[2:]
 

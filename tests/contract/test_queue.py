@@ -26,6 +26,7 @@ from postroom import (
     TopicError,
 )
 from postroom.contracts import queue as contract
+from postroom.contracts.queue import SESSIONS_OPEN_MAX, TAIL_FIRST_BYTES, QueueLimits
 from postroom.core.formats import queuewire as wire
 from postroom.errors import DamagedState, InvalidMessage, InvalidName, InvalidSetting, UnsafePath
 from postroom.logs.queuecursors import ReadProgress
@@ -252,10 +253,9 @@ def test_lone_surrogates_are_refused(queue: Queue, size: int) -> None:
     assert queue.tail() == []
 
 
-def test_a_body_over_the_limit_is_refused(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "BODY_BYTES_MAX", 100)
-    with pytest.raises(InvalidMessage, match="longer than 100 bytes"):
-        queue.send("ask", "x" * 101)
+def test_a_body_over_the_limit_is_refused(queue: Queue) -> None:
+    with pytest.raises(InvalidMessage, match=f"longer than {wire.BODY_BYTES_MAX} bytes"):
+        queue.send("ask", "x" * (wire.BODY_BYTES_MAX + 1))
 
 
 @pytest.mark.parametrize("reply_to", ["", 5])
@@ -722,8 +722,8 @@ def test_a_limit_is_a_number_of_messages(queue: Queue, limit: Any) -> None:
     assert bodies(queue.poll("a")) == ["x"]
 
 
-def test_long_bodies_are_delivered_in_several_polls(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "POLL_BYTES_MAX", 10_000)
+def test_long_bodies_are_delivered_in_several_polls(queue: Queue) -> None:
+    queue.limits = QueueLimits(poll_bytes_max=10_000)
     sizes = [4000, 4000, 4000, 20_000, 4000]
     for size in sizes:
         queue.send("ask", "x" * size)
@@ -749,8 +749,8 @@ def test_message_is_not_lost_when_its_body_exceeds_memory(
     assert bodies(queue.poll("a")) == ["x" * 5000]
 
 
-def test_long_backlog_is_delivered_in_several_polls(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "POLL_BYTES_MAX", 1000)
+def test_long_backlog_is_delivered_in_several_polls(queue: Queue) -> None:
+    queue.limits = QueueLimits(poll_bytes_max=1000)
     for number in range(20):
         queue.send("ask", str(number))
     parts = [bodies(queue.poll("a")) for _ in range(20)]
@@ -758,10 +758,8 @@ def test_long_backlog_is_delivered_in_several_polls(queue: Queue, monkeypatch: p
     assert len(parts[0]) < 20
 
 
-def test_repair_moves_the_cursor_past_an_oversized_line(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(contract, "POLL_BYTES_MAX", 1000)
+def test_repair_moves_the_cursor_past_an_oversized_line(queue: Queue) -> None:
+    queue.limits = QueueLimits(poll_bytes_max=1000)
     queue.send("ask", "before")
     raw(queue, b"x" * 3500 + b"\n")
     queue.send("ask", "behind")
@@ -773,11 +771,11 @@ def test_repair_moves_the_cursor_past_an_oversized_line(
     assert bodies(queue.poll("a")) == ["behind"]
 
 
-def test_partial_poll_does_not_repeat_messages(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_poll_does_not_repeat_messages(queue: Queue) -> None:
     for number in range(20):
         queue.send("ask" if number % 2 else "status", str(number))
     assert len(queue.poll("a", "ask", keep_filtered=True)) == 10
-    monkeypatch.setattr(contract, "POLL_BYTES_MAX", 1000)
+    queue.limits = QueueLimits(poll_bytes_max=1000)
     found = [
         body for _ in range(20) for body in bodies(queue.poll("a", ["ask", "status"], keep_filtered=True))
     ]
@@ -810,15 +808,15 @@ def test_sessions_do_not_see_each_other(queue: Queue) -> None:
     assert queue.sessions() == ["default", "s1", "s2"]
 
 
-def test_many_sessions_need_few_descriptors(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "SESSIONS_OPEN_MAX", 3)
+def test_many_sessions_need_few_descriptors(queue: Queue) -> None:
+    count = SESSIONS_OPEN_MAX + 6
     queue.send("ask", "x", session="s0")
     before = open_descriptors()
     for turn in range(2):
-        for number in range(10):
+        for number in range(count):
             queue.send("ask", f"{turn}", session=f"s{number}")
-    assert open_descriptors() <= before + 3 * 2
-    assert all(bodies(queue.poll("a", session=f"s{number}"))[-2:] == ["0", "1"] for number in range(10))
+    assert open_descriptors() <= before + SESSIONS_OPEN_MAX * 2
+    assert all(bodies(queue.poll("a", session=f"s{number}"))[-2:] == ["0", "1"] for number in range(count))
 
 
 def test_a_stray_file_among_the_sessions_is_not_a_session(queue: Queue) -> None:
@@ -1073,11 +1071,11 @@ def test_tail_leaves_out_torn_and_unreadable_lines(queue: Queue) -> None:
     assert bodies(queue.tail()) == ["x", "y"]
 
 
-def test_tail_reads_further_back_when_needed(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "TAIL_FIRST_BYTES", 10)
+def test_tail_reads_further_back_when_needed(queue: Queue) -> None:
     for number in range(50):
-        queue.send("ask", str(number), ttl_s=0 if 5 <= number < 45 else None)
-    assert bodies(queue.tail(7)) == ["3", "4", "45", "46", "47", "48", "49"]
+        text = f"{number:02}" + "x" * (TAIL_FIRST_BYTES // 20)
+        queue.send("ask", text, ttl_s=0 if 5 <= number < 45 else None)
+    assert [body[:2] for body in bodies(queue.tail(7))] == ["03", "04", "45", "46", "47", "48", "49"]
     assert len(queue.tail(11)) == 10
 
 
@@ -1414,7 +1412,7 @@ def test_ask_ignores_unrelated_and_expired_answers(queue: Queue) -> None:
         helper.join()
 
 
-def test_an_answer_is_found_after_a_compaction(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_found_after_a_compaction(queue: Queue) -> None:
     for _ in range(20):
         queue.send("ask", "x" * 100, ttl_s=0)
     helper_done: list[bool] = []
@@ -1436,10 +1434,8 @@ def test_an_answer_is_found_after_a_compaction(queue: Queue, monkeypatch: pytest
     assert "42" not in bodies(queue.poll("me"))
 
 
-def test_answers_taken_ahead_are_remembered_within_a_limit(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(contract, "TAKEN_MAX", 3)
+def test_answers_taken_ahead_are_remembered_within_a_limit(queue: Queue) -> None:
+    queue.limits = QueueLimits(taken_max=3)
     taken = []
 
     def asked(number: int) -> None:
@@ -1461,8 +1457,8 @@ def test_answers_taken_ahead_are_remembered_within_a_limit(
     assert [body for body in bodies(queue.poll("me")) if body.isdigit()] == []
 
 
-def test_answers_taken_in_a_row_need_no_memory(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "TAKEN_MAX", 3)
+def test_answers_taken_in_a_row_need_no_memory(queue: Queue) -> None:
+    queue.limits = QueueLimits(taken_max=3)
 
     def answer_all() -> None:
         with Queue(queue.root) as other:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from postroom import Bus, Queue
+from postroom.contracts.queue import SESSIONS_OPEN_MAX, QueueLimits
 from postroom.errors import InvalidMessage, SinceIdNotFound
 from tests.waiting import HANG_GUARD_S
 
@@ -41,6 +42,7 @@ class Name(str, enum.Enum):  # noqa: UP042 - what people still write, and what a
 INTERRUPTED = """
 import signal, sys
 from postroom import Bus, Queue
+from postroom.contracts.queue import SESSIONS_OPEN_MAX, QueueLimits
 
 class Interrupted(Exception):
     pass
@@ -125,10 +127,8 @@ def test_too_little_memory_for_the_bodies_loses_nothing(queue: Queue, tmp_path: 
     assert [m["msg_id"] for m in queue.poll("ada")] == sent
 
 
-def test_bodies_of_one_poll_are_bounded_and_the_rest_comes_next(
-    queue: Queue, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("postroom.contracts.queue.POLL_BYTES_MAX", 20_000)
+def test_bodies_of_one_poll_are_bounded_and_the_rest_comes_next(queue: Queue) -> None:
+    queue.limits = QueueLimits(poll_bytes_max=20_000)
     for number in range(5):
         queue.send("ask", f"{number}" * 8_000)
     taken = [[m["body"][0] for m in queue.poll("a")] for _ in range(4)]
@@ -287,12 +287,12 @@ def test_invalid_values_raise_a_one_line_error(bus: Bus, queue: Queue, tmp_path:
         assert "\n" not in str(caught.value)
 
 
-def test_threads_may_use_an_evicted_session(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.contracts.queue.SESSIONS_OPEN_MAX", 2)
+def test_threads_may_use_an_evicted_session(queue: Queue) -> None:
+    count = SESSIONS_OPEN_MAX + 6
 
     def send(worker: int) -> None:
-        for number in range(60):
-            queue.send("ask", f"{worker}-{number}", session=f"s{number % 6}")
+        for number in range(2 * count):
+            queue.send("ask", f"{worker}-{number}", session=f"s{number % count}")
 
     threads = [threading.Thread(target=send, args=(worker,)) for worker in range(4)]
     for thread in threads:
@@ -300,4 +300,4 @@ def test_threads_may_use_an_evicted_session(queue: Queue, monkeypatch: pytest.Mo
     for thread in threads:
         thread.join()
     taken = [m["body"] for session in queue.sessions() for m in queue.poll("a", session=session)]
-    assert len(taken) == len(set(taken)) == 240
+    assert len(taken) == len(set(taken)) == 4 * 2 * count

@@ -164,12 +164,7 @@ class BusTarget(Target):
         """Reading a window at a time gives what reading at once gives."""
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, data, 0)
-        window = busfile.WINDOW_BYTES
-        busfile.WINDOW_BYTES = 16 + int(self.rng.random() * 400)
-        try:
-            parts = list(busfile.decode_from(self._fd, 0, 0))
-        finally:
-            busfile.WINDOW_BYTES = window
+        parts = list(busfile.decode_from(self._fd, 0, 0, 16 + int(self.rng.random() * 400)))
         messages = [message for part in parts for message in part.messages]
         demand(messages == whole.messages, "in windows:", messages, "at once:", whole.messages)
         damaged = [damage for part in parts for damage in part.damaged]

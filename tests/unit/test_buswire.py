@@ -206,11 +206,9 @@ def test_everyday_batch_rejects_unusual_messages(unusual: dict[str, Any]) -> Non
     assert buswire.everyday_batch([]) is None
 
 
-def test_a_large_batch_is_measured_message_by_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit applies to each body, not to the joined text."""
-    monkeypatch.setattr(buswire, "BODY_BYTES_MAX", 40)
-    assert buswire.everyday_batch([EVERYDAY] * 5) is not None
-    assert buswire.everyday_batch([EVERYDAY, {**EVERYDAY, "body": "x" * 41}]) is None
+def test_a_large_batch_is_measured_message_by_message() -> None:
+    large = {**EVERYDAY, "body": "x" * (buswire.BODY_BYTES_MAX // 4)}
+    assert buswire.everyday_batch([EVERYDAY, large]) is None
 
 
 # ---- what is refused ----------------------------------------------------------------------------
@@ -248,11 +246,13 @@ def test_a_header_over_the_limit_is_refused() -> None:
         wire(task_id="x" * foreign_bus.HEADER_BYTES_MAX)
 
 
-def test_a_body_over_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buswire, "BODY_BYTES_MAX", 10)
-    assert bodies_in(wire("1234567890")) == ["1234567890"]
-    with pytest.raises(InvalidMessage, match="the body is longer than 10 bytes: attach a file instead"):
-        wire("12345678901")
+def test_a_body_over_the_limit_is_refused() -> None:
+    text = "x" * buswire.BODY_BYTES_MAX
+    [body] = bodies_in(wire(text))
+    assert len(body) == buswire.BODY_BYTES_MAX
+    too_long = f"the body is longer than {buswire.BODY_BYTES_MAX} bytes: attach a file instead"
+    with pytest.raises(InvalidMessage, match=too_long):
+        wire(text + "x")
 
 
 @pytest.mark.parametrize("parents", [(), [], iter(()), {}, None])
@@ -371,13 +371,11 @@ def test_incomplete_record_at_the_end_is_not_damage() -> None:
         assert (decoded.messages, decoded.damaged, decoded.consumed) == ([], [], 0)
 
 
-def test_bytes_beyond_the_record_limit_are_reported_as_damage(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(buswire, "RECORD_BYTES_MAX", 1000)
-    decoded = decode(b"x" * 1100, at_file_end=False)
+def test_bytes_beyond_the_record_limit_are_reported_as_damage() -> None:
+    data = b"x" * (buswire.RECORD_BYTES_MAX + 100)
+    decoded = decode(data, at_file_end=False)
     assert [damage.reason for damage in decoded.damaged] == ["no record start found"]
-    assert 1100 - decoded.consumed == len(buswire.MARKER), "a record's start may be on the edge"
+    assert len(data) - decoded.consumed == len(buswire.MARKER), "a record's start may be on the edge"
 
 
 @given(st.binary(max_size=300), st.integers(0, 4))

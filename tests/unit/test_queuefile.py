@@ -16,10 +16,8 @@ from postroom.core.formats.queuewire import TOPICS
 from postroom.errors import DamagedState, LockTimeout, Unavailable, UnsafePath, WriteFailed
 from postroom.logs import queuefile
 from postroom.logs.queuecursors import ReadProgress
-from postroom.logs.queuefile import SessionFiles
+from postroom.logs.queuefile import WINDOW_BYTES, SessionFiles
 from postroom.system import lock
-
-SMALL_WINDOW_BYTES = 7
 
 
 @pytest.fixture
@@ -180,8 +178,7 @@ def test_removed_session_is_created_again(files: SessionFiles, folder: Path) -> 
 def test_locking_gives_up_on_a_session_that_keeps_being_replaced(
     files: SessionFiles, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queuefile, "REOPENS_MAX", 3)
-    removed_after_waits(monkeypatch, folder / ".lock", 3)
+    removed_after_waits(monkeypatch, folder / ".lock", queuefile.REOPENS_MAX)
     with pytest.raises(Unavailable, match="replaced faster"):
         hold(files)
 
@@ -241,11 +238,8 @@ def test_an_unfinished_line_written_later_is_noticed(files: SessionFiles) -> Non
     assert files.messages.read_bytes() == b"one\nhalf\ntwo\n"
 
 
-def test_lines_longer_than_a_window_are_read_whole(
-    files: SessionFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(queuefile, "WINDOW_BYTES", SMALL_WINDOW_BYTES)
-    content = b"a\n" + b"b" * 50 + b"\n\n" + b"c" * SMALL_WINDOW_BYTES + b"\nhalf"
+def test_lines_longer_than_a_window_are_read_whole(files: SessionFiles) -> None:
+    content = b"a\n" + b"b" * 3 * WINDOW_BYTES + b"\n\n" + b"c" * WINDOW_BYTES + b"\nhalf"
     add(files, content)
     with files.locked() as size:
         found = list(files.lines(0, size))
@@ -259,9 +253,8 @@ def test_lines_longer_than_a_window_are_read_whole(
     [(b"", 0), (b"half", 0), (b"one\n", 4), (b"one\nhalf", 4), (b"\n" + b"x" * 100, 1), (b"x" * 100, 0)],
 )
 def test_the_high_water_mark_is_the_end_of_the_last_whole_line(
-    files: SessionFiles, monkeypatch: pytest.MonkeyPatch, content: bytes, expected: int
+    files: SessionFiles, content: bytes, expected: int
 ) -> None:
-    monkeypatch.setattr(queuefile, "WINDOW_BYTES", SMALL_WINDOW_BYTES)
     add(files, b"")
     files.messages.write_bytes(content)
     with files.locked() as size:
@@ -461,11 +454,11 @@ def test_compaction_of_nothing_changes_nothing(files: SessionFiles) -> None:
     assert files.epoch() == 0
 
 
-def test_a_window_smaller_than_a_line_changes_nothing(
-    files: SessionFiles, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(queuefile, "WINDOW_BYTES", 3)
-    test_compaction_keeps_every_other_byte_and_moves_every_cursor(files)
+def test_compaction_copies_lines_longer_than_a_window(files: SessionFiles) -> None:
+    kept = [b"keep-" + letter * 2 * WINDOW_BYTES + b"\n" for letter in (b"x", b"y")]
+    add(files, b"drop-1\n", kept[0], b"drop-2\n", kept[1])
+    assert compact(files) == 2
+    assert files.messages.read_bytes() == b"".join(kept)
 
 
 def test_compaction_can_remove_every_line(files: SessionFiles) -> None:

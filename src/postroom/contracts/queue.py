@@ -49,11 +49,9 @@ from postroom.system.clock import nanoseconds_of
 from postroom.system.handles import Closing, reset_after_fork
 from postroom.system.log import library_log
 
-POLL_BYTES_MAX = 64 * 1024 * 1024  # bytes of lines in one poll; the next poll continues from there
 POLL_MESSAGES_MAX = 10_000_000
 POLL_INTERVAL_S = 0.2  # the longest delay after a lost wake-up
 TAIL_FIRST_BYTES = 64 * 1024
-TAKEN_MAX = 1000  # answers taken by `ask` ahead of unread answers
 SESSIONS_OPEN_MAX = 64
 DURABILITIES = ("os", "group", "fsync")
 
@@ -61,6 +59,13 @@ T = TypeVar("T")
 
 _log = library_log("postroom.queue")
 _counter = itertools.count(1)
+
+
+class QueueLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits that users do not set."""
+
+    poll_bytes_max: int = 64 * 1024 * 1024  # of lines in one poll; the next poll continues from there
+    taken_max: int = 1000  # answers taken by `ask` ahead of unread answers
 
 
 class SendEntry(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename={"sender": "from"}):
@@ -112,6 +117,8 @@ class Queue(Closing):
 
     A handle may be shared between threads and used after a fork.
     """
+
+    limits = QueueLimits()
 
     def __init__(
         self,
@@ -264,13 +271,14 @@ class Queue(Closing):
     ) -> tuple[list[QueueMessage], int]:
         """Unread messages for this agent from `start` on, with their bodies, and the offset after them.
 
-        The scan stops early at `limit` messages, or when the side files together exceed `POLL_BYTES_MAX`.
+        The scan stops early at `limit` messages, or when the side files together exceed `poll_bytes_max`.
         """
-        data = files.read(start, min(size, start + POLL_BYTES_MAX))
+        bytes_max = self.limits.poll_bytes_max
+        data = files.read(start, min(size, start + bytes_max))
         *lines, torn = data.split(b"\n")
-        if len(torn) >= POLL_BYTES_MAX:
+        if len(torn) >= bytes_max:
             raise DamagedState(
-                f"{files.messages} has a line of more than {POLL_BYTES_MAX} bytes at offset {start}: "
+                f"{files.messages} has a line of more than {bytes_max} bytes at offset {start}: "
                 "move the cursor past it with `postroom queue repair`"
             )
         found: list[QueueMessage] = []
@@ -297,7 +305,7 @@ class Queue(Closing):
             ):
                 if message["body"][:6] == wire.SIDE_FILE_MARK and wire.in_side_file(message):
                     body_bytes += files.bodies.size(message["msg_id"])
-                    if body_bytes > POLL_BYTES_MAX and found:
+                    if body_bytes > bytes_max and found:
                         return found, _offsets(lines, start)[index]
                     message = self._with_body(files, message)
                 found.append(message)
@@ -374,7 +382,7 @@ class Queue(Closing):
                 return None
             offset, message = found
             after = ReadProgress(before.cursor, before.topics, [*before.taken, offset])
-            if len(after.taken) > TAKEN_MAX:
+            if len(after.taken) > self.limits.taken_max:
                 after = self._caught_up(files, agent_id, after, size)
             files.write_progress(agent_id, before, after)
             return self._with_body(files, message)
@@ -390,8 +398,8 @@ class Queue(Closing):
             first = unread[0]["msg_id"].encode()
             end = next(offset for offset, line in files.lines(start, size) if first in line)
         taken = [offset for offset in progress.taken if offset >= end]
-        if len(taken) > TAKEN_MAX:
-            raise QueueError(f"{agent_id!r} took {TAKEN_MAX} answers ahead of unread ones: poll first")
+        if len(taken) > (most := self.limits.taken_max):
+            raise QueueError(f"{agent_id!r} took {most} answers ahead of unread ones: poll first")
         return ReadProgress(progress.cursor, progress.topics | {"answer": end}, taken)
 
     def _find_answer(

@@ -53,9 +53,11 @@ _ARCHIVE_TAIL = re.compile(r"\.(\d{8}-\d{6})(?:-(\d{4,}))?\.archived", re.ASCII)
 # ---- one open file ---------------------------------------------------------------------------------
 
 
-def decode_from(fd: int, position: int, legacy_line: int | None) -> Iterator[Decoded]:
+def decode_from(
+    fd: int, position: int, legacy_line: int | None, window_bytes: int = WINDOW_BYTES
+) -> Iterator[Decoded]:
     """Decode from `position` to the end of the file, a window at a time."""
-    window = WINDOW_BYTES
+    window = window_bytes
     carried = 0
     while True:
         wanted = carried + window
@@ -65,7 +67,7 @@ def decode_from(fd: int, position: int, legacy_line: int | None) -> Iterator[Dec
             return
         carried = len(data) - decoded.consumed
         # A record longer than the window: double the window, so that the total work stays linear.
-        window = min(window * 2, RECORD_BYTES_MAX) if decoded.consumed == 0 else WINDOW_BYTES
+        window = min(window * 2, RECORD_BYTES_MAX) if decoded.consumed == 0 else window_bytes
         position += decoded.consumed
         legacy_line = decoded.legacy_line
 
