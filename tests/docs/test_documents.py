@@ -289,7 +289,7 @@ LIMITED = (
     "core.nats.subjects",
     "contracts.audit",
     "contracts.mail.cards.card_registry",
-    "contracts.mail.cards.card_index",
+    "contracts.mail.options",
     "contracts.mail.subscriptions",
     "contracts.mail.fetch",
     "contracts.mail.public_list",
@@ -315,9 +315,7 @@ LIMITED = (
 )
 INTERNAL = {"after_fork"}  # called by postroom.system.handles only
 LIMIT = re.compile(r"^([A-Z]\w*_MAX)(?:: Final)? = ", re.MULTILINE)
-FIELD = re.compile(
-    r"^class (\w+Limits)\b|^    (\w+_max): \w+ = [\d(]", re.MULTILINE
-)  # with a value of its own
+FIELD = re.compile(r"^class (\w+)|^    (\w+_max): \w+ = [\d(]", re.MULTILINE)  # with a value of its own
 LIMIT_ROW = re.compile(r"^\| `([a-z0-9_.]+)\.([A-Z_]+|[A-Z]\w+\.\w+)` \| ([\d,.]+) ", re.MULTILINE)
 
 
@@ -327,7 +325,7 @@ def limits_of(module: str) -> set[str]:
     found, struct = set(LIMIT.findall(text)), ""
     for name, field in FIELD.findall(text):
         struct = name or struct
-        found |= {f"{struct}.{field}"} if field else set()
+        found |= {f"{struct}.{field}"} if field and struct.endswith("Limits") else set()
     return found
 
 

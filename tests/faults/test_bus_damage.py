@@ -232,7 +232,7 @@ def test_a_stretch_without_a_record_is_damage_up_to_a_possible_start(bus: Bus) -
     from postroom.core.formats import buswire
 
     whole = bus.path.read_bytes()
-    junk = b"x" * (buswire.RECORD_BYTES_MAX + 2 * busfile.WINDOW_BYTES) + b"\n"
+    junk = b"x" * 2 * buswire.RECORD_BYTES_MAX + b"\n"
     bus.path.write_bytes(whole[: record_ends(bus)[0]] + junk + whole[record_ends(bus)[0] :])
     found = places(bus)
     assert b"".join(found) == junk + b"\n"

@@ -15,7 +15,6 @@ import pytest
 
 from postroom.contracts.mail import mailboxes
 from postroom.contracts.mail.cards import card_index, card_registry
-from postroom.contracts.mail.cards.card_index import SearchLimits
 from postroom.contracts.mail.options import MailLimits
 from postroom.contracts.mail.quotas import RECORD_BYTES
 from postroom.contracts.mail.requests import (
@@ -513,7 +512,7 @@ def test_a_search_looks_at_a_limited_number_of_longer_words(
     assert len(agent(harness, link, "DISCOVER", text="zzz zzzz", limit=100)["agents"]) == 20
     assert len(looked) == 2 * 400
     looked.clear()
-    harness.limit(search=SearchLimits(prefix_words_max=60))
+    harness.limit(prefix_words_max=60)
     found = agent(harness, link, "DISCOVER", text="zzz zzzz", limit=100)["agents"]
     assert [card["name"] for card in found] == ["a00", "a01"]  # 30 words each
     assert len(looked) == 60
@@ -530,9 +529,9 @@ def test_search_reads_a_limited_number_of_cards_rare_words_first(harness: Harnes
         return [card["name"] for card in agent(harness, link, "DISCOVER", text=text, limit=100)["agents"]]
 
     assert len(found("common rare")) == 20
-    harness.limit(search=SearchLimits(cards_looked_max=5))
+    harness.limit(cards_looked_max=5)
     assert found("common rare") == ["a17", "a18", "a19", "a00", "a01"]
-    harness.limit(search=SearchLimits(cards_looked_max=2))
+    harness.limit(cards_looked_max=2)
     assert found("common rare") == found("common ra rar rare") == ["a17", "a18"]
 
 

@@ -4,10 +4,11 @@ import math
 import random
 
 from postroom.contracts.mail.cards import card_index
-from postroom.contracts.mail.cards.card_index import CardIndex, SearchLimits, SortedTexts
+from postroom.contracts.mail.cards.card_index import CardIndex, SortedTexts
+from postroom.contracts.mail.options import MailLimits
 from postroom.core.mail.mailbox import AgentKey
 
-LIMITS = SearchLimits()
+LIMITS = MailLimits()
 
 
 def test_sorted_texts_are_those_of_a_sorted_set() -> None:

@@ -5,7 +5,6 @@ from typing import Literal
 
 import msgspec
 
-from postroom.contracts.mail.cards.card_index import SearchLimits
 from postroom.core.mail.mq9 import DEFAULT_TTL_S
 from postroom.core.mail.mq9replies import Envelope
 from postroom.logs.mail_log import SegmentLogLimits
@@ -47,7 +46,10 @@ class MailLimits(msgspec.Struct, frozen=True, kw_only=True):
     cards_bytes_max: int = CARDS_BYTES_MAX
     client_cards_bytes_max: int = CLIENT_CARDS_BYTES_MAX
     row_bytes_max: int = ROW_BYTES_MAX
-    search: SearchLimits = SearchLimits()
+    cards_looked_max: int = 10_000
+    """Cards that a search looks at; a card counts once for each word that it has."""
+    prefix_words_max: int = 3_200
+    """Words that a search looks at for those that begin with its words, which share them."""
     log: SegmentLogLimits = SegmentLogLimits()
 
 

@@ -14,21 +14,13 @@ from heapq import merge, nsmallest
 from itertools import chain, islice
 from typing import NamedTuple, TypeAlias
 
-import msgspec
-
+from postroom.contracts.mail.options import MailLimits
 from postroom.core.mail.mailbox import AgentKey
 
 PREFIX_CHARS_MIN = 3  # of a searched word to match longer words as their prefix
 BLOCK_TEXTS = 1_000  # of a sorted list, before a block of it is split
 
 Keys: TypeAlias = dict[AgentKey, None]
-
-
-class SearchLimits(msgspec.Struct, frozen=True):
-    """Limits of one search that users do not set."""
-
-    cards_looked_max: int = 10_000  # a card counts once for each word that it has
-    prefix_words_max: int = 3_200  # that begin with the words of the search, which share them
 
 
 class SortedTexts:
@@ -148,7 +140,7 @@ def best(
     words: Sequence[str],
     first: int,
     count: int,
-    limits: SearchLimits,
+    limits: MailLimits,
 ) -> list[AgentKey]:
     """A page of the cards that have any of the words, the best first."""
     scores = _scores(list(indexes), words, limits)
@@ -158,9 +150,7 @@ def best(
     return page[first:]
 
 
-def _scores(
-    indexes: Sequence[CardIndex], words: Sequence[str], limits: SearchLimits
-) -> dict[AgentKey, float]:
+def _scores(indexes: Sequence[CardIndex], words: Sequence[str], limits: MailLimits) -> dict[AgentKey, float]:
     total = sum(index.size for index in indexes)
     matches = [_match(indexes, word, limits.prefix_words_max // len(words)) for word in words]
     scores: dict[AgentKey, float] = {}

@@ -128,7 +128,7 @@ class AgentRegistry:
         visible = [self._indexes[org] for org in orgs if org in self._indexes]
         if searched:
             words = _distinct(searched[:SEARCH_CHARS_MAX], WORDS_MAX)
-            keys = card_index.best(visible, words, first, limit, self._limits.search)
+            keys = card_index.best(visible, words, first, limit, self._limits)
         else:
             keys = card_index.by_name(visible, first, limit)
         return [msgspec.Raw(self._mailboxes.agents[key].card) for key in keys]
