@@ -113,7 +113,7 @@ coverage: $(STAMP) ## branch coverage of the tests, child processes included
 structure: $(STAMP) ## figures about the structure of src: files, functions, circles, classes
 	@$(PYTHON) tools/measure_structure.py
 
-docs: $(STAMP) ## write the generated pages: docs/reference and parts of docs/architecture.md
+docs: $(STAMP) ## write the generated pages: docs/reference, the statements of the engine, parts of docs/architecture.md
 	@$(PYTHON) tools/gen_reference.py
 
 screenshots: $(STAMP) ## pictures of each view of the live page, in docs/page

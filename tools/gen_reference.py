@@ -1,4 +1,4 @@
-"""Writes docs/reference/ and the generated parts of docs/architecture.md from the code.
+"""Writes docs/reference/, the statements of the engine and the generated parts of docs/architecture.md.
 
 python tools/gen_reference.py            write the pages
 python tools/gen_reference.py --check    fail when a page differs from what would be written
@@ -17,6 +17,7 @@ from typing import Any, get_args
 
 import click
 import msgspec
+from statements import statements_page
 
 from postroom.cli import main as postroom_cli
 from postroom.cli.queue import zosmq
@@ -390,6 +391,7 @@ def pages() -> dict[Path, str]:
         PAGES / "http.md": http_page(),
         PAGES / "permissions.md": permissions_page(),
         ARCHITECTURE: architecture_page(),
+        ROOT / "docs" / "contracts" / "engine-statements.md": statements_page(),
     }
 
 

@@ -34,6 +34,7 @@ def shared_broker(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(brokers, "rabbitmq", broker)
 
 
+@pytest.mark.statement("throughput")
 @pytest.mark.usefixtures("shared_broker")
 @pytest.mark.parametrize("part", bench_engine.BENCHES)
 def test_part_yields_figures_with_a_value_and_a_verdict(part: str, tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def agents_of(url: str) -> Iterator[Callable[..., Agents]]:
 Made = Callable[..., Agents]
 
 
+@pytest.mark.statement("agent-registration")
 def test_health_is_registered_alive_suspect_and_dead_each_an_event(agents_of: Made) -> None:
     agents = agents_of()
     entry = agents.register(is_local=False)
@@ -140,6 +141,7 @@ def test_sessions_do_not_count_agents_of_other_organizations(agents_of: Made) ->
     assert agents.register().session - sessions[1] == sessions[1] - sessions[0] == 1_000_000
 
 
+@pytest.mark.statement("recovery-time-coordinator")
 def test_another_coordinator_takes_over_when_the_lease_is_over(agents_of: Made) -> None:
     agents = agents_of()
     first = agents.do(lambda one: Leases(one).start("c1", "here"))
@@ -188,6 +190,7 @@ def test_a_dead_agent_gets_no_messages_and_leaves_its_place(agents_of: Made) -> 
         agents.register()
 
 
+@pytest.mark.statement("agent-orphans")
 def test_answers_of_a_dead_agent_are_kept_for_a_day_and_then_bounce(agents_of: Made) -> None:
     agents = agents_of()
     agents.register("boss", is_local=False)
@@ -385,6 +388,7 @@ def chunk(message_id: str, index: int) -> Part:
     return Part(message_id, "stream_chunk", "now", chunk=index, chunk_index=index, attempt=1)
 
 
+@pytest.mark.statement("chunk-position")
 def test_a_gap_in_the_chunks_is_noticed(agents_of: Made) -> None:
     agents = agents_of()
     message_id = agents.request(agents.register())
@@ -458,6 +462,7 @@ def test_chunks_of_a_lost_lease_are_refused(agents_of: Made) -> None:
     add(new.record.lease)
 
 
+@pytest.mark.statement("chunk-position")
 def test_every_part_has_a_position_of_its_own(agents_of: Made) -> None:
     agents = agents_of()
     message_id = agents.request(agents.register())

@@ -83,6 +83,7 @@ def tasks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tasks]:
 # ---- a store ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("audit-complete")
 def test_every_event_of_a_store_is_in_the_stream_once_and_in_order(tasks: Tasks, tmp_path: Path) -> None:
     for _ in range(3):
         work(tasks)
@@ -325,6 +326,7 @@ def test_redaction_changes_only_the_documented_fields() -> None:
     assert changed == REDACTED
 
 
+@pytest.mark.statement("audit-batches")
 def test_few_events_wait_a_second_and_many_do_not(tasks: Tasks, tmp_path: Path) -> None:
     now = 0.0
     sink = SegmentSink(tmp_path / "audit")

@@ -27,6 +27,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     one.close()
 
 
+@pytest.mark.statement("context-provider")
 def test_parts_fit_whole_or_are_named_in_the_digest() -> None:
     built = fitted({"first": "x" * 20, "large": "y" * 400, "last": [1]}, 20)
     assert built.parts == {"first": "x" * 20, "last": [1]}
@@ -35,6 +36,7 @@ def test_parts_fit_whole_or_are_named_in_the_digest() -> None:
     assert (left["name"], left["tokens"]) == ("large", 102)
 
 
+@pytest.mark.statement("context-content")
 def test_context_has_what_failed_before_the_goal_the_message_and_the_graph(world: EngineUnderTest) -> None:
     engine = world.engine
     got: list[BuiltContext] = []
@@ -58,6 +60,7 @@ def test_context_has_what_failed_before_the_goal_the_message_and_the_graph(world
     assert len(got[1].digest) == 5
 
 
+@pytest.mark.statement("context-own-provider")
 def test_an_application_may_bring_its_own_provider(world: EngineUnderTest) -> Any:
     class Fixed(ContextProvider):
         async def build(self, message: Any, token_budget: Any) -> Any:
@@ -90,6 +93,7 @@ def allocate_all(messages: Any, contexts: Any) -> Any:
     return [allocate(*pair) for pair in zip(messages, contexts, strict=True)]
 
 
+@pytest.mark.statement("limit-memory")
 @pytest.mark.parametrize(
     ("run", "options"),
     [(allocate, {"pool": "process"}), (allocate, {}), (allocate_async, {}), (allocate_all, {"batch": 2})],
@@ -116,6 +120,7 @@ def test_a_handler_of_postroom_itself_runs_in_the_worker(world: EngineUnderTest)
     assert node.properties == {"x": 1}
 
 
+@pytest.mark.statement("sandbox-creation-fails")
 def test_a_sandbox_that_cannot_be_created_defers_the_message(world: EngineUnderTest) -> Any:
     is_down = [True]
 
@@ -149,6 +154,7 @@ class FullHost(MockSandbox):
         raise SandboxUnavailable("the host is full", 5.0)
 
 
+@pytest.mark.statement("sandbox-creation-fails")
 def test_creations_that_fail_defer_messages_and_open_the_breaker(world: EngineUnderTest) -> None:
     """Also those of messages without a pool."""
     FullHost.tries = 0
@@ -167,6 +173,7 @@ def test_creations_that_fail_defer_messages_and_open_the_breaker(world: EngineUn
     assert "creations have failed lately" in world.wait(handles[-1].explain())
 
 
+@pytest.mark.statement("sandbox-need")
 @pytest.mark.parametrize("has_own_handler", [False, True])
 def test_the_tools_of_a_spawned_agent_say_whether_it_gets_warm_sandboxes(
     world: EngineUnderTest, has_own_handler: Any
@@ -279,6 +286,7 @@ def test_a_plain_handler_gets_a_sandbox_and_a_memory_limit_gets_a_new_one(world:
     world.wait(boxes.close())
 
 
+@pytest.mark.statement("sandbox-warm")
 def test_agents_that_run_code_get_warm_sandboxes_for_p0(world: EngineUnderTest) -> None:
     boxes = world.engine.sandboxes
     boxes.kind = "mock"

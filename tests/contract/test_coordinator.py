@@ -111,6 +111,7 @@ def open_requests(engine: Engine) -> list[str]:
 # ---- requests and streams --------------------------------------------------------------------------
 
 
+@pytest.mark.statement("type-model-call", "response-result", "agent-serializes", "coordinator-joined")
 def test_an_agent_gets_results_and_joined_streams_alike(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:
@@ -126,6 +127,7 @@ def test_an_agent_gets_results_and_joined_streams_alike(url: str) -> None:
     soon(scenario())
 
 
+@pytest.mark.statement("response-parts")
 def test_acknowledgment_progress_chunks_and_end_are_parts_with_the_epoch(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine), Coordinator(engine) as coordinator:
@@ -183,6 +185,7 @@ def test_replace_gives_the_chunks_of_the_next_attempt_without_an_error(url: str)
     soon(scenario())
 
 
+@pytest.mark.statement("response-error")
 def test_failed_message_raises_in_request_and_ends_a_stream(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:
@@ -216,6 +219,7 @@ def test_a_late_answer_is_kept_for_resume(url: str) -> None:
     soon(scenario())
 
 
+@pytest.mark.statement("coordinator-routes", "agent-restart")
 def test_a_restarted_agent_resumes_its_open_requests_and_nothing_else(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine:
@@ -288,6 +292,7 @@ def test_two_reads_of_the_same_message_both_get_the_answer(url: str) -> None:
     soon(scenario())
 
 
+@pytest.mark.statement("coordinator-chunks")
 def test_a_slow_reader_gets_every_chunk_in_order(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:
@@ -322,6 +327,7 @@ def test_agents_of_a_testing_engine_get_answers() -> None:
     soon(scenario())
 
 
+@pytest.mark.statement("agent-serializes", "coordinator-wait")
 def test_blocking_request_waits_for_the_answer(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with working(f"sqlite:///{tmp_path}/queue.db") as engine:
@@ -388,6 +394,7 @@ def test_the_newest_registration_of_an_id_is_the_only_one(url: str) -> None:
     soon(scenario())
 
 
+@pytest.mark.statement("registration-race")
 def test_registrations_at_the_same_time_have_one_winner(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as one, Coordinator(engine) as two:
@@ -402,6 +409,7 @@ def test_registrations_at_the_same_time_have_one_winner(url: str) -> None:
     soon(scenario())
 
 
+@pytest.mark.statement("agent-limit")
 def test_an_organization_has_a_limited_number_of_agents(url: str) -> None:
     async def scenario() -> None:
         policy = Policy(organizations={"small": Organization(max_agents=2)})
@@ -465,6 +473,7 @@ def test_a_stopped_coordinator_says_so() -> None:
     soon(scenario())
 
 
+@pytest.mark.statement("coordinator-one")
 def test_agents_have_no_queue_and_no_task_of_their_own(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:
@@ -644,6 +653,7 @@ def test_a_message_to_nobody_bounces_at_once(url: str) -> None:
     soon(scenario())
 
 
+@pytest.mark.statement("type-agent-message")
 def test_a_submitted_agent_message_reaches_the_inbox(url: str) -> None:
     async def scenario() -> None:
         async with working(url) as engine, Coordinator(engine) as coordinator:
@@ -758,6 +768,7 @@ def nested(levels: int) -> Any:
     return value
 
 
+@pytest.mark.statement("json-refused")
 @pytest.mark.parametrize("chunk", [float("nan"), {"a": float("inf")}, nested(300), "\ud800", {1, object()}])
 def test_a_chunk_that_json_cannot_hold_fails_its_message(chunk: Any) -> None:
     async def scenario() -> None:

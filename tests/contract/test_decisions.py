@@ -57,6 +57,7 @@ def test_a_person_answers_what_the_adviser_is_not_sure_about(opened: Opened) -> 
     assert [one.decision_id for one in world.wait(decisions.list(decided=True))] == [waiting.decision_id]
 
 
+@pytest.mark.statement("conflict-person")
 def test_an_unanswered_question_takes_the_safe_default(opened: Opened) -> None:
     world = unsure(opened, decision_timeout_s=50)
     [waiting] = world.wait(world.engine.decisions.list())
@@ -136,6 +137,7 @@ def test_the_threshold_of_the_confidence_can_be_set(opened: Opened) -> None:
     assert world.wait(world.engine.goals.status("g")).tried == ["restart_entire_goal"]
 
 
+@pytest.mark.statement("conflict-learning")
 def test_five_equal_decisions_become_a_rule_that_can_be_forgotten(opened: Opened) -> None:
     adviser = Choosing(recovery="person")
     world = opened(adviser)
@@ -183,6 +185,7 @@ def test_an_adviser_that_fails_is_replaced_by_the_rules(opened: Opened, answer: 
     assert taken.reasoning.startswith("the adviser ")
 
 
+@pytest.mark.statement("retry-keeps-class")
 def test_the_adviser_decides_about_the_demotion_of_a_retry(opened: Opened) -> None:
     for adviser, metadata, lane in [
         (None, {}, 2), (None, {"critical": True}, 1), (RuleAdviser(), {}, 2),
@@ -222,6 +225,7 @@ def test_demotions_and_classes_are_recorded_and_become_rules(opened: Opened) -> 
         assert world.wait(world.engine.decisions.replay(found[0].decision_id)).choice == choice
 
 
+@pytest.mark.statement("rollback-classes")
 def test_the_adviser_classifies_effects_and_dead_letters(opened: Opened) -> None:
     adviser = Choosing(
         reversal_class="COMPENSATABLE", dead_letter="purge", recovery="person", demotion="keep"

@@ -154,6 +154,7 @@ def write_everywhere(url: str, keys: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.statement("audit-encrypted", "encryption-rest")
 @pytest.mark.usefixtures("no_child_left")
 def test_no_byte_of_a_store_shows_what_messages_say(place: tuple[str, Path], keys: Path) -> None:
     url, folder = place
@@ -357,6 +358,7 @@ def done_by_b(tasks: Tasks) -> int:
     return tasks.store.count().get("b", {}).get("COMPLETED", 0)
 
 
+@pytest.mark.statement("encryption-rest")
 @pytest.mark.usefixtures("no_child_left")
 def test_a_killed_rotation_continues_while_workers_go_on(place: tuple[str, Path], keys: Path) -> None:
     url, _ = place

@@ -107,6 +107,7 @@ def claimed_ids(world: EngineUnderTest, limit: int = 1) -> list[str]:
 # ---- messages --------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("message-id", "goal-and-task", "created-by")
 def test_message_gets_its_fields_and_generated_ids(world: EngineUnderTest) -> None:
     @world.engine.handler("tool_call")
     async def run(message: Any, ctx: Any) -> dict[str, Any]:  # in its own process: the memory is limited
@@ -136,6 +137,7 @@ def test_message_gets_its_fields_and_generated_ids(world: EngineUnderTest) -> No
     assert handle.message_id[14] == "7"
 
 
+@pytest.mark.statement("persistent")
 def test_default_durability_survives_a_kill_of_the_store(world: EngineUnderTest) -> None:
     """A database server loses the class `os` when it is killed; the page cache of a SQLite file does not."""
     urgent, named, other = (
@@ -151,6 +153,7 @@ def test_default_durability_survives_a_kill_of_the_store(world: EngineUnderTest)
     assert other.record.durability == "group"
 
 
+@pytest.mark.statement("json-refused", "version-two-majors")
 @pytest.mark.parametrize(
     ("fields", "error", "word"),
     [
@@ -188,11 +191,13 @@ def test_wrong_message_is_refused_with_its_own_error(
     assert not world.engine.store.count()
 
 
+@pytest.mark.statement("additive", "version-semantic")
 def test_unknown_fields_of_a_newer_minor_version_survive(world: EngineUnderTest) -> None:
     handle = world.submit(version="1.7.0", colour="red")
     assert world.wait(world.engine.get(handle.message_id)).message["colour"] == "red"
 
 
+@pytest.mark.statement("version-migration")
 def test_migration_runs_on_the_way_in(opened: Opened) -> None:
     world = opened(version="2.0.0")
 
@@ -223,11 +228,13 @@ def test_registered_shape_is_checked_at_submit(world: EngineUnderTest) -> None:
     assert world.wait(handle.result()) == "x"
 
 
+@pytest.mark.statement("own-types")
 def test_registered_type_is_accepted(world: EngineUnderTest) -> None:
     world.engine.register_type("report")
     assert world.state(world.submit(type="report")) == "QUEUED"
 
 
+@pytest.mark.statement("large-payload")
 def test_large_payload_is_stored_once_and_given_to_the_handler(opened: Opened) -> None:
     world = opened(body_inline_bytes_max=100)
     sizes = []
@@ -250,6 +257,7 @@ def test_large_payload_is_stored_once_and_given_to_the_handler(opened: Opened) -
 # ---- keys ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("deduplication")
 def test_repeated_key_gives_the_first_message_and_its_result(world: EngineUnderTest) -> None:
     runs = []
 
@@ -268,6 +276,7 @@ def test_repeated_key_gives_the_first_message_and_its_result(world: EngineUnderT
     assert runs == [1]
 
 
+@pytest.mark.statement("organization-queue")
 def test_two_organizations_give_messages_the_same_id(world: EngineUnderTest) -> None:
     given = "3e5e4b1c-8f5f-4a3b-9d1d-2f0c6d1a7b11"
 
@@ -321,6 +330,7 @@ def test_one_batch_gives_messages_of_two_organizations_the_same_ids(world: Engin
     assert parents == [parent, f"@zen:{parent}"]
 
 
+@pytest.mark.statement("message-id")
 def test_an_id_within_an_organization_is_that_of_its_stored_message(world: EngineUnderTest) -> None:
     given = "3e5e4b1c-8f5f-4a3b-9d1d-2f0c6d1a7b11"
     first = world.submit(message_id=given)
@@ -373,6 +383,7 @@ def failing(
         raise error
 
 
+@pytest.mark.statement("retry-demotion")
 def test_each_retry_demotes_from_the_accepted_priority(world: EngineUnderTest) -> None:
     failing(world, RuntimeError("boom"))
     handle = world.submit(priority=1)
@@ -396,6 +407,7 @@ def test_each_retry_demotes_from_the_accepted_priority(world: EngineUnderTest) -
     assert failed.value.error_history[0]["error"] == "boom"
 
 
+@pytest.mark.statement("retry-keeps-class")
 def test_hook_keeps_the_priority_of_a_retry(opened: Opened) -> None:
     world = opened(keep_priority=lambda _message, error: isinstance(error, RuntimeError))
     failing(world, RuntimeError("boom"))
@@ -404,6 +416,7 @@ def test_hook_keeps_the_priority_of_a_retry(opened: Opened) -> None:
     assert world.wait(world.engine.get(handle.message_id)).priority == 0
 
 
+@pytest.mark.statement("retry-count", "retry-defaults")
 @pytest.mark.parametrize(
     ("type_name", "retries", "delays"),
     [
@@ -421,6 +434,7 @@ def test_retry_rule_of_each_type(type_name: str, retries: int, delays: list[floa
     assert rule.delay_ns(0, 1.0) > rule.delay_ns(0, 0.0)
 
 
+@pytest.mark.statement("retry-never")
 def test_validation_error_is_never_retried(world: EngineUnderTest) -> None:
     failing(world, postroom.ValidationError("bad"))
     handle = world.submit()
@@ -429,6 +443,7 @@ def test_validation_error_is_never_retried(world: EngineUnderTest) -> None:
     assert world.wait(world.engine.get(handle.message_id)).attempt == 1
 
 
+@pytest.mark.statement("retry-rate-limit")
 @pytest.mark.parametrize(("after_s", "wait_s"), [(7.0, 7.0), (None, 60.0)])
 def test_rate_limit_is_retried_when_the_service_says(
     world: EngineUnderTest, after_s: float | None, wait_s: float
@@ -450,6 +465,7 @@ def test_message_without_a_handler_goes_to_the_dead_letters(world: EngineUnderTe
     assert "NoHandler" in letter.failure_reason
 
 
+@pytest.mark.statement("dlq-undecodable")
 def test_bytes_that_cannot_be_decoded_reach_the_dead_letters(world: EngineUnderTest) -> None:
     envelope = Envelope(queue="org:acme", payload=b"\xffnot json", type="tool_call")
     world.engine.store.write(lambda transaction: transaction.insert([envelope]))
@@ -460,6 +476,7 @@ def test_bytes_that_cannot_be_decoded_reach_the_dead_letters(world: EngineUnderT
     assert not letter.can_replay
 
 
+@pytest.mark.statement("stored-for-replay", "dlq-structure", "events-replay")
 def test_replay_runs_again_and_dry_run_does_not(world: EngineUnderTest) -> None:
     works: list[int] = []
 
@@ -500,6 +517,7 @@ def test_dead_letters_are_filtered_and_purged(world: EngineUnderTest) -> None:
     assert len(world.wait(world.engine.dlq.list())) == 1
 
 
+@pytest.mark.statement("dlq-retention")
 def test_dead_letters_are_kept_longer_than_results(world: EngineUnderTest) -> None:
     failing(world, postroom.ValidationError("bad"))
 
@@ -519,6 +537,7 @@ def test_dead_letters_are_kept_longer_than_results(world: EngineUnderTest) -> No
         world.state(dead)
 
 
+@pytest.mark.statement("retention-tiers")
 def test_retention_follows_the_tier_of_the_organization(opened: Opened) -> None:
     world = opened(organizations={"big": Organization(tier="pro")})
 
@@ -537,12 +556,14 @@ def test_retention_follows_the_tier_of_the_organization(opened: Opened) -> None:
 # ---- order -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("priority-field", "workers-alike")
 def test_workers_take_priorities_in_order_and_fifo_inside(world: EngineUnderTest) -> None:
     handles = {priority: [world.submit(priority=priority) for _ in range(2)] for priority in (3, 1, 0, 2)}
     expected = [one.message_id for priority in range(4) for one in handles[priority]]
     assert claimed_ids(world, 8) == expected
 
 
+@pytest.mark.statement("promotion-times", "order-best-effort")
 @pytest.mark.parametrize(("age_s", "promoted_to"), [(29, 3), (31, 2), (46, 1), (51, 0)])
 def test_waiting_messages_are_promoted_step_by_step(
     world: EngineUnderTest, age_s: float, promoted_to: int
@@ -555,6 +576,7 @@ def test_waiting_messages_are_promoted_step_by_step(
     assert claimed_ids(world, 31).index(old) == (30 if promoted_to == 3 else 10 * promoted_to + 7)
 
 
+@pytest.mark.statement("promotion-share")
 @pytest.mark.parametrize("priority", [0, 1, 2])
 def test_promoted_messages_get_one_of_eight_deliveries(world: EngineUnderTest, priority: int) -> None:
     promoted = ids(world.submit_many(5, priority=3))
@@ -565,6 +587,7 @@ def test_promoted_messages_get_one_of_eight_deliveries(world: EngineUnderTest, p
     assert [order.index(each) for each in promoted[:3]] == [7, 15, 23]
 
 
+@pytest.mark.statement("promotion-share")
 @pytest.mark.parametrize("limit", [1, 3, 10])
 def test_aged_bulk_does_not_stop_fresh_messages_of_other_organizations(
     world: EngineUnderTest, limit: int
@@ -640,6 +663,7 @@ def test_every_worker_gives_promoted_messages_their_share(world: EngineUnderTest
     assert len(promoted) == 20 - 48 // 8
 
 
+@pytest.mark.statement("four-classes")
 def test_promotion_is_an_event_and_keeps_the_accepted_priority(world: EngineUnderTest) -> None:
     handle = world.submit(priority=3)
     world.clock.advance(31)
@@ -649,6 +673,7 @@ def test_promotion_is_an_event_and_keeps_the_accepted_priority(world: EngineUnde
     assert info.accepted_priority == 3
 
 
+@pytest.mark.statement("organization-queue")
 def test_organizations_take_turns_inside_a_priority(world: EngineUnderTest) -> None:
     world.submit_many(50, org_id="flood")
     small = ids(world.submit_many(2, org_id="small"))
@@ -656,6 +681,7 @@ def test_organizations_take_turns_inside_a_priority(world: EngineUnderTest) -> N
     assert set(small) < set(order)
 
 
+@pytest.mark.statement("tenants-turns")
 def test_weights_share_the_deliveries(opened: Opened) -> None:
     world = opened(organizations={"heavy": Organization(weight=3.0)})
     heavy = set(ids(world.submit_many(40, org_id="heavy")))
@@ -672,6 +698,7 @@ def test_small_weight_gets_its_share(opened: Opened) -> None:
     assert len(tiny & set(order)) == 4
 
 
+@pytest.mark.statement("ordering-key", "order-parallel")
 def test_ordering_key_is_strict(world: EngineUnderTest) -> None:
     first, second, third = (world.submit(ordering_key="k", priority=priority) for priority in (3, 0, 0))
     other = world.submit(priority=3)
@@ -683,6 +710,7 @@ def test_ordering_key_is_strict(world: EngineUnderTest) -> None:
     assert claimed_ids(world, 10) == [third.message_id]
 
 
+@pytest.mark.statement("order-dead-head")
 def test_dead_head_stops_its_key_only_when_asked_to(world: EngineUnderTest) -> None:
     failing(world, postroom.ValidationError("bad"))
     world.submit(ordering_key="go")
@@ -727,6 +755,7 @@ def die_alone(world: EngineUnderTest, claimed: Claimed) -> None:
     world.finish(ended(claimed, "crashed", "the process of the handler died with signal 9"))
 
 
+@pytest.mark.statement("poison-detection", "poison-quarantine")
 def test_process_deaths_count_apart_from_retries_and_quarantine(
     world: EngineUnderTest,
 ) -> None:
@@ -799,6 +828,7 @@ def test_own_process_outlives_a_sigterm_for_all_processes_of_a_service(world: En
     assert world.wait(handle.result()) == "done, and its program ended with -15"
 
 
+@pytest.mark.statement("poison-bystanders")
 def test_messages_that_run_next_to_a_killer_have_no_crash_counted(world: EngineUnderTest) -> None:
     world.submit_many(10)
     claimed = world.claim(10)
@@ -810,6 +840,7 @@ def test_messages_that_run_next_to_a_killer_have_no_crash_counted(world: EngineU
     assert {info.state for info in infos} == {"COMPLETED"}
 
 
+@pytest.mark.statement("poison-bystanders")
 def test_suspect_runs_alone_and_its_crash_affects_no_other_message(world: EngineUnderTest) -> None:
     @world.engine.handler("tool_call")
     async def run(message: Any, _ctx: Any) -> int:
@@ -854,6 +885,7 @@ def test_batch_handler_gets_a_list_when_its_message_runs_alone(
 # ---- breakers --------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("breaker-per-service", "breaker-cooldown")
 def test_breaker_opens_defers_probes_and_closes(world: EngineUnderTest) -> None:
     healthy: list[int] = []
 
@@ -885,6 +917,7 @@ def test_breaker_opens_defers_probes_and_closes(world: EngineUnderTest) -> None:
     assert kinds.count("breaker_opened") == kinds.count("breaker_closed") == 1
 
 
+@pytest.mark.statement("breaker-cooldown")
 def test_failed_probe_opens_the_breaker_again(world: EngineUnderTest) -> None:
     failing(world, ConnectionError("down"), service="slack", retry=Retry(max_retries=0))
     world.submit_many(5)
@@ -897,6 +930,7 @@ def test_failed_probe_opens_the_breaker_again(world: EngineUnderTest) -> None:
     assert world.wait(world.engine.status()).breakers["slack"].state == "open"
 
 
+@pytest.mark.statement("breaker-policy")
 def test_open_breaker_fails_messages_by_policy(opened: Opened) -> None:
     world = opened(breaker=Breaker(failures=1, on_open="fail"))
     failing(world, ConnectionError("down"), service="slack", retry=Retry(max_retries=0))
@@ -919,6 +953,7 @@ def test_validation_errors_do_not_open_a_breaker(world: EngineUnderTest) -> None
 SMALL = Backpressure(scale=2, light=4, heavy=6, emergency=8)
 
 
+@pytest.mark.statement("stage-light", "stage-heavy", "stage-emergency")
 def test_stages_throttle_then_refuse_all_but_p0(opened: Opened) -> None:
     world = opened(backpressure=SMALL)
     world.submit_many(5, priority=1)
@@ -946,6 +981,7 @@ def test_p0_obeys_max_depth(opened: Opened) -> None:
         world.submit(priority=0)
 
 
+@pytest.mark.statement("stage-thresholds")
 def test_stage_is_left_at_four_fifths_of_its_threshold(opened: Opened) -> None:
     world = opened(backpressure=Backpressure(scale=10, light=20, heavy=30, emergency=40))
     world.submit_many(41, priority=1)
@@ -959,6 +995,7 @@ def test_stage_is_left_at_four_fifths_of_its_threshold(opened: Opened) -> None:
     world.submit(priority=1)
 
 
+@pytest.mark.statement("stage-rate")
 def test_throttled_rate_follows_completions(opened: Opened) -> None:
     world = opened(backpressure=Backpressure(scale=2, light=4, heavy=10_000, emergency=20_000))
     world.submit_many(200, priority=2)
@@ -977,6 +1014,7 @@ def test_throttled_rate_follows_completions(opened: Opened) -> None:
     assert 4 <= admitted <= 11
 
 
+@pytest.mark.statement("stage-cause")
 def test_only_organizations_above_their_fair_share_are_throttled(opened: Opened) -> None:
     world = opened(backpressure=Backpressure(scale=10, light=20, heavy=30, emergency=40))
     world.submit_many(38, priority=1, org_id="flood")
@@ -987,6 +1025,7 @@ def test_only_organizations_above_their_fair_share_are_throttled(opened: Opened)
     world.submit(priority=1, org_id="small")
 
 
+@pytest.mark.statement("organization-limit")
 def test_organizations_that_are_idle_cost_a_submit_nothing(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1009,6 +1048,7 @@ def test_organizations_that_are_idle_cost_a_submit_nothing(
         world.submit_many(2, priority=3, org_id="small")
 
 
+@pytest.mark.statement("stage-batch")
 @pytest.mark.parametrize(("priority", "most"), [(0, 100), (1, 41), (2, 41), (3, 41)])
 def test_batch_is_held_to_the_stage_that_it_causes(opened: Opened, priority: int, most: int) -> None:
     world = opened(backpressure=Backpressure(scale=10, light=20, heavy=30, emergency=40))
@@ -1091,6 +1131,7 @@ def test_retry_is_not_refused_by_backpressure(opened: Opened) -> None:
     assert handle.message_id in claimed_ids(world, 20)
 
 
+@pytest.mark.statement("organization-limit", "rate-limits")
 def test_rates_of_organizations_and_users_are_limited(opened: Opened) -> None:
     world = opened(
         organizations={"acme": Organization(rate_per_s=2.0), "b": Organization(user_rate_per_s=1.0)}
@@ -1111,6 +1152,7 @@ def test_rates_of_organizations_and_users_are_limited(opened: Opened) -> None:
 # ---- guards, pauses, cancel ------------------------------------------------------------------------
 
 
+@pytest.mark.statement("guard-budget")
 def test_guard_ends_a_goal(opened: Opened) -> None:
     world = opened(guard=Guard(messages=3, hops=2, tokens=100))
     depths = []
@@ -1134,6 +1176,7 @@ def test_guard_ends_a_goal(opened: Opened) -> None:
         world.submit(goal_id="g")
 
 
+@pytest.mark.statement("guard-budget")
 def test_guard_counts_tokens_and_money(opened: Opened) -> None:
     world = opened(guard=Guard(tokens=100, usd=1.0))
 
@@ -1149,6 +1192,7 @@ def test_guard_counts_tokens_and_money(opened: Opened) -> None:
     assert completed[-1].detail["tokens_in"] == 60
 
 
+@pytest.mark.statement("kill-switch")
 @pytest.mark.parametrize(
     "scope", [{"org_id": "acme"}, {"type": "tool_call"}, {}, {"org_id": "acme", "type": "tool_call"}]
 )
@@ -1162,6 +1206,7 @@ def test_pause_holds_messages_until_resume(world: EngineUnderTest, scope: dict[s
     assert handle.message_id in claimed_ids(world, 5)
 
 
+@pytest.mark.statement("kill-switch")
 def test_kill_switch_refuses_submits(world: EngineUnderTest) -> None:
     world.wait(world.engine.pause(org_id="acme", kill=True))
     with pytest.raises(Overloaded, match="kill switch"):
@@ -1171,6 +1216,7 @@ def test_kill_switch_refuses_submits(world: EngineUnderTest) -> None:
     world.submit()
 
 
+@pytest.mark.statement("expires-at")
 def test_expired_message_is_not_delivered(world: EngineUnderTest) -> None:
     handle = world.submit(expires_at=NOW + timedelta(seconds=10))
     world.clock.advance(11)
@@ -1180,6 +1226,7 @@ def test_expired_message_is_not_delivered(world: EngineUnderTest) -> None:
         world.wait(handle.result())
 
 
+@pytest.mark.statement("not-before")
 def test_delayed_message_waits(world: EngineUnderTest) -> None:
     handle = world.submit(delay_s=10)
     assert not world.claim()
@@ -1198,6 +1245,7 @@ def test_cancelled_message_is_not_delivered(world: EngineUnderTest) -> None:
         world.wait(world.engine.cancel("nonsense"))
 
 
+@pytest.mark.statement("explain")
 def test_explain_names_the_holder_and_the_missing_worker(world: EngineUnderTest) -> None:
     handle = world.submit()
     assert "no worker" in world.wait(handle.explain())
@@ -1217,6 +1265,7 @@ def test_status_shows_lanes_and_depth(world: EngineUnderTest) -> None:
 # ---- effects ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("effects-once")
 def test_effect_happens_once_over_retries(world: EngineUnderTest) -> None:
     charges = []
 
@@ -1286,6 +1335,7 @@ def test_effect_that_failed_is_run_again(world: EngineUnderTest) -> None:
 # ---- a running worker ------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("parallel", "isolation-process")
 def test_worker_runs_async_plain_and_process_handlers(url: str) -> None:
     async def scenario() -> None:
         async with Engine.open(url) as engine:
@@ -1319,6 +1369,7 @@ def test_worker_runs_async_plain_and_process_handlers(url: str) -> None:
     soon(scenario())
 
 
+@pytest.mark.statement("response-parts")
 def test_parts_of_an_answer_come_in_order(url: str) -> None:
     async def scenario() -> None:
         async with Engine.open(url) as engine:
@@ -1436,6 +1487,7 @@ def test_cancelled_worker_releases_its_messages(url: str) -> None:
     soon(scenario())
 
 
+@pytest.mark.statement("batching")
 def test_batch_handler_gets_many_messages_and_one_error_fails_one(url: str) -> None:
     async def scenario() -> None:
         async with Engine.open(url) as engine:
@@ -1465,6 +1517,7 @@ def test_batch_handler_gets_many_messages_and_one_error_fails_one(url: str) -> N
     soon(scenario())
 
 
+@pytest.mark.statement("limit-time")
 def test_handler_timeout_is_retried(url: str) -> None:
     async def scenario() -> None:
         async with Engine.open(url, Policy(retries={"tool_call": Retry(max_retries=0)})) as engine:
@@ -1552,6 +1605,7 @@ def test_blocking_verbs_work_in_plain_code(url: str) -> None:
         engine.close()
 
 
+@pytest.mark.statement("local-development")
 def test_testing_runs_handlers_inline_on_a_manual_clock() -> None:
     engine = Engine.open("memory://")
     runs = []

@@ -42,6 +42,7 @@ def breakers(world: EngineUnderTest) -> dict[str, Any]:
     return world.wait(world.engine.status()).breakers
 
 
+@pytest.mark.statement("breaker-organization")
 def test_failures_of_one_organization_do_not_hold_the_messages_of_another(world: EngineUnderTest) -> None:
     fail_calls(world, 20, org_id="hostile")
     own, other = world.submit(org_id="hostile"), world.submit(org_id="acme")

@@ -58,6 +58,7 @@ def completed(world: EngineUnderTest) -> int:
     return 0 if found is None else found.states.get("COMPLETED", 0)
 
 
+@pytest.mark.statement("retention-default")
 def test_one_purge_forgets_everything_that_is_over_in_small_commits(world: EngineUnderTest) -> None:
     finished(world, 4 * LOOKED_A_READ + 7)
     world.clock.advance(8 * DAY_S)

@@ -77,6 +77,7 @@ def events(engine: EngineUnderTest, kind: str) -> list[Event]:
 # ---- reservation and settlement --------------------------------------------------------------------
 
 
+@pytest.mark.statement("tokens-before-work")
 def test_tokens_are_reserved_at_the_claim_and_the_unused_ones_returned(make: Make) -> None:
     engine = make()
     engine.submit(tokens=300, models=["small"])
@@ -182,6 +183,7 @@ def test_message_without_tokens_touches_no_account(make: Make) -> None:
 # ---- shortages -------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("tokens-shortage")
 def test_message_waits_for_the_earliest_reset_and_explain_says_so(make: Make) -> None:
     engine = make({"small": SMALL, "slow": {"tokens_per_day": 500}})
     engine.submit_many(2, tokens=800)
@@ -202,6 +204,7 @@ def test_message_waits_for_the_earliest_reset_and_explain_says_so(make: Make) ->
     assert [one.record.message_id for one in engine.claim()] != []
 
 
+@pytest.mark.statement("tokens-exhausted-p0")
 def test_p0_fails_at_once_when_all_providers_are_exhausted(make: Make) -> None:
     engine = make()
     engine.submit(tokens=900)
@@ -215,6 +218,7 @@ def test_p0_fails_at_once_when_all_providers_are_exhausted(make: Make) -> None:
     assert raised.value.error_history[-1]["error_type"] == "TokensExhausted"
 
 
+@pytest.mark.statement("tokens-shortage")
 def test_shortage_queue_looks_again_every_second(make: Make) -> None:
     engine = make(shortage="queue")
     engine.submit(tokens=900)
@@ -226,6 +230,7 @@ def test_shortage_queue_looks_again_every_second(make: Make) -> None:
     assert [one.record.message_id for one in engine.claim()] == [waiting.message_id]
 
 
+@pytest.mark.statement("tokens-shortage")
 def test_shortage_degrade_gives_another_model_or_fewer_tokens(make: Make) -> None:
     engine = make({"big": {"tokens_per_minute": 500}, "small": SMALL}, shortage="degrade")
     engine.submit_many(2, tokens=400, models=["big"])
@@ -239,6 +244,7 @@ def test_shortage_degrade_gives_another_model_or_fewer_tokens(make: Make) -> Non
     assert (third.grant.model, third.grant.tokens, third.grant.wanted) == ("small", 600, 1_000)
 
 
+@pytest.mark.statement("tokens-borrow")
 def test_importance_of_a_blocked_parent_lets_it_borrow(make: Make) -> None:
     engine = make(tiers=TIERS)
     parent = engine.submit(tokens=350, priority=1)
@@ -272,6 +278,7 @@ def test_ended_children_give_no_importance(make: Make) -> None:
     assert engine.claim() == []
 
 
+@pytest.mark.statement("tokens-rebalance")
 def test_rebalancing_is_an_event_and_helps_the_short_tier(make: Make) -> None:
     engine = make(tiers=TIERS)
     waiting = engine.submit(tokens=300, priority=3)
@@ -434,6 +441,7 @@ def test_a_jump_of_the_wall_clock_begins_no_window(make: Make, jump_s: float) ->
     assert model_of(engine).resets_in_s == before
 
 
+@pytest.mark.statement("tokens-streams")
 @pytest.mark.parametrize("pool", ["thread", "process"])
 def test_stream_is_cut_at_the_reservation(make: Make, pool: Pool) -> None:
     engine = make()
@@ -456,6 +464,7 @@ def test_stream_is_cut_at_the_reservation(make: Make, pool: Pool) -> None:
     assert figures(engine) == (1_000, 350, 0, 650)
 
 
+@pytest.mark.statement("tokens-providers")
 def test_headers_of_the_provider_and_rate_limits_update_the_facts(make: Make) -> None:
     engine = make()
 

@@ -80,6 +80,7 @@ def test_a_rollback_of_an_ended_goal_says_that_the_goal_has_ended(world: EngineU
         world.wait(goals.rollback(taken.checkpoint_id))
 
 
+@pytest.mark.statement("goal-context")
 def test_context_changes_by_compare_and_set(world: EngineUnderTest) -> None:
     goals = world.engine.goals
     world.wait(goals.start("acme", "g"))
@@ -96,6 +97,7 @@ def test_context_changes_by_compare_and_set(world: EngineUnderTest) -> None:
 # ---- checkpoints -----------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("checkpoint-three-points")
 def test_checkpoints_are_taken_at_the_three_points(world: EngineUnderTest) -> None:
     engine = world.engine
     world.wait(engine.goals.start("acme", "g"))
@@ -137,6 +139,7 @@ def test_messages_of_goals_that_were_not_started_leave_no_cells(world: EngineUnd
 # ---- hooks -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("memory-hooks")
 def test_hooks_run_as_messages_after_the_completion(world: EngineUnderTest) -> None:
     got: list[Any] = []
 

@@ -50,6 +50,7 @@ def test_a_null_property_is_absent_after_a_save_and_after_an_update(engine: Any,
     run(engine, story())
 
 
+@pytest.mark.statement("branch-isolated", "read-after-write")
 def test_a_branch_sees_its_own_changes_over_a_pinned_version_of_main(engine: Any) -> None:
     async def story() -> None:
         main = engine.graph.main()
@@ -75,6 +76,7 @@ def test_a_branch_sees_its_own_changes_over_a_pinned_version_of_main(engine: Any
     run(engine, story())
 
 
+@pytest.mark.statement("branch-scopes", "branch-no-scratchpad")
 def test_scopes_decide_what_the_end_of_a_goal_keeps(engine: Any) -> None:
     async def story() -> None:
         await engine.goals.start("acme", "g")
@@ -95,6 +97,7 @@ def test_scopes_decide_what_the_end_of_a_goal_keeps(engine: Any) -> None:
     run(engine, story())
 
 
+@pytest.mark.statement("branch-discarded")
 def test_a_failed_goal_leaves_main_as_it_was(engine: Any) -> None:
     async def story() -> None:
         await engine.goals.start("acme", "g")
@@ -134,6 +137,7 @@ class Deciding(Adviser):
         return Advice(self.side, self.confidence, "it said so")
 
 
+@pytest.mark.statement("branch-merge")
 @pytest.mark.parametrize(("side", "value"), [("branch", 2), ("main", 3), ("base", 1)])
 def test_a_merge_conflict_goes_to_the_adviser_with_both_sides_and_the_base(
     place: Any, side: Any, value: Any
@@ -196,6 +200,7 @@ def test_what_does_not_fit_is_refused_with_a_one_line_error(engine: Any) -> None
     run(engine, story())
 
 
+@pytest.mark.statement("checkpoint-any")
 def test_undoing_restores_every_version_of_a_branch(engine: Any) -> None:
     async def story() -> None:
         await engine.graph.main().save("a", {"x": 0})
@@ -270,6 +275,7 @@ def test_writers_at_the_same_time_lose_nothing(engine: Any) -> None:
     run(engine, story())
 
 
+@pytest.mark.statement("graph-falkordb")
 def test_falkordb_holds_entities_for_queries_in_cypher(falkordb: Any) -> None:
     from falkordb import FalkorDB  # type: ignore[import-untyped]
 
@@ -342,6 +348,7 @@ def durable(tmp_path_factory: Any) -> Any:
         yield server
 
 
+@pytest.mark.statement("graph-checkpoint")
 @pytest.mark.parametrize("point", ["before the commit", "after the commit"])
 def test_a_server_killed_in_the_middle_of_a_merge_has_all_of_it_or_nothing(
     durable: FalkorServer, point: str, monkeypatch: pytest.MonkeyPatch
@@ -402,6 +409,7 @@ def test_a_graph_that_has_lost_a_branch_completes_no_goal(tmp_path: Any) -> None
         run(engine, story(engine))
 
 
+@pytest.mark.statement("type-memory")
 def test_memory_messages_work_on_the_branch_of_their_goal(place: Any) -> None:
     async def story(engine: Any) -> None:
         await engine.goals.start("acme", "g")

@@ -104,6 +104,7 @@ def test_branch_facts_stay_private_when_their_node_is_shared_later(engine: Any) 
     run(engine, story())
 
 
+@pytest.mark.statement("branch-visibility")
 def test_a_goal_without_a_branch_reads_main_as_its_organization_sees_it(engine: Any) -> None:
     async def story() -> None:
         await engine.graph.main("acme").save("secret", {"x": 1})

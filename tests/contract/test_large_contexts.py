@@ -21,6 +21,7 @@ def bodies(world: EngineUnderTest) -> int:
     return len(world.engine.store.read(lambda transaction: transaction.cells.page("engine.body")))
 
 
+@pytest.mark.statement("context-field")
 def test_a_large_context_is_stored_once_and_given_to_every_handler(opened: Opened) -> None:
     world = opened(keep_events_s=EVENTS_KEPT_S)
     seen = []
@@ -72,6 +73,7 @@ def test_only_what_is_above_the_limit_is_stored_apart(world: EngineUnderTest) ->
             world.submit(context=wrong)
 
 
+@pytest.mark.statement("recovery-restart")
 def test_a_restarted_goal_has_its_large_contexts_and_changed_payloads(opened: Opened) -> None:
     world = opened(keep_events_s=EVENTS_KEPT_S)
     seen = []

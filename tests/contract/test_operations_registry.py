@@ -42,6 +42,7 @@ def kinds(world: EngineUnderTest) -> Any:
     return [event.kind for event in world.engine.store.events(0, 10_000) if event.kind.startswith("conflict")]
 
 
+@pytest.mark.statement("conflict-registry")
 def test_the_second_operation_on_a_target_waits_for_the_end_of_the_first(world: EngineUnderTest) -> None:
     first, second = submit(world), submit(world)
     other = submit(world, "elsewhere")
@@ -102,6 +103,7 @@ def test_a_renewed_lease_keeps_the_waiting_message_waiting(world: EngineUnderTes
     assert kinds(world) == ["conflict_detected", "conflict_resolved"]
 
 
+@pytest.mark.statement("conflict-structural")
 def test_readers_share_a_target_and_resources_have_a_capacity(opened: Any) -> None:
     world = opened(capacities={"seats": 3})
     shared = {"mode": "shared"}
@@ -166,6 +168,7 @@ class Saying(Adviser):
         return Advice(self.choice, self.confidence, "said in a test")
 
 
+@pytest.mark.statement("events-conflict", "conflict-adviser")
 @pytest.mark.parametrize(
     ("choice", "state"), [("run", "PROCESSING"), ("wait", "SCHEDULED"), ("cancel", "CANCELLED")]
 )
@@ -185,6 +188,7 @@ def test_the_adviser_decides_a_conflict_outside_the_claim(opened: Any, choice: A
     assert adviser.asked == 1
 
 
+@pytest.mark.statement("conflict-person")
 def test_an_escalated_conflict_waits_for_a_person(opened: Any) -> None:
     world = opened(adviser=Saying("escalate"))
     submit(world)
@@ -246,6 +250,7 @@ def test_an_operation_that_does_not_fit_is_refused(world: EngineUnderTest, opera
         world.submit(operation=operation)
 
 
+@pytest.mark.statement("conflict-before")
 def test_a_check_reads_only_operations_near_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Targets that sort before or behind those of all active operations cost the same."""
     world = EngineUnderTest("memory://")

@@ -99,6 +99,7 @@ def test_seeded_world_keeps_every_rule(database: str, seed: int) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.statement("postgresql-ledger")
 def test_processes_share_the_work_and_ordering_keys_hold(database: str, no_child_left: None) -> None:
     with Engine.open(database) as engine:
         for first in range(0, MESSAGES, 20):
@@ -176,6 +177,7 @@ def test_enqueue_of_another_handle_wakes_a_waiting_claim(
         assert len(found) == 1
 
 
+@pytest.mark.statement("postgresql-notify")
 def test_store_without_listen_polls(database: str) -> None:
     url = f"{database}&listen=off&prepare=off"
     with Tasks.open(url) as sender, Tasks.open(url) as worker:

@@ -101,6 +101,7 @@ def test_the_url_of_a_store_shows_no_password() -> None:
 # ---- lanes and delays --------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("broker-priorities")
 @pytest.mark.parametrize("is_quorum", [False, True])
 def test_a_message_stays_in_the_lane_of_its_priority(is_quorum: bool) -> None:
     expected = {"x-queue-type": "quorum"} if is_quorum else {}

@@ -25,6 +25,7 @@ from tests.goalworlds import (
 __all__ = ["database", "opened", "postgres", "url", "world"]  # fixtures
 
 
+@pytest.mark.statement("recovery-adviser")
 def test_a_step_that_fails_for_good_is_rolled_back_and_takes_another_way(world: EngineUnderTest) -> None:
     engine = world.engine
     log: list[str] = []
@@ -56,6 +57,7 @@ def test_a_step_that_fails_for_good_is_rolled_back_and_takes_another_way(world: 
     assert world.wait(engine.goals.complete("g")).state == "COMPLETED"
 
 
+@pytest.mark.statement("checkpoint-learning")
 def test_recovery_undoes_what_the_step_did_and_the_step_may_do_it_again(world: EngineUnderTest) -> None:
     engine = world.engine
     log: list[str] = []
@@ -79,6 +81,7 @@ def test_recovery_undoes_what_the_step_did_and_the_step_may_do_it_again(world: E
     assert log == ["charge", "mail", "undo charge", "charge"]
 
 
+@pytest.mark.statement("recovery-restart")
 def test_recovery_tries_a_rollback_then_a_restart_then_a_person(world: EngineUnderTest) -> None:
     engine = world.engine
     runs: list[str] = []
@@ -99,6 +102,7 @@ def test_recovery_tries_a_rollback_then_a_restart_then_a_person(world: EngineUnd
     assert alerts(world, "GoalNeedsPerson")
 
 
+@pytest.mark.statement("recovery-bounded")
 def test_recoveries_are_bounded_by_the_guard_of_the_goal(opened: Opened) -> None:
     world = opened(guard=Guard(recoveries=1))
     run_failing_step(world)
@@ -106,6 +110,7 @@ def test_recoveries_are_bounded_by_the_guard_of_the_goal(opened: Opened) -> None
     assert alerts(world, "RecoveryExhausted")
 
 
+@pytest.mark.statement("recovery-own-tools")
 def test_a_tool_of_the_application_gets_what_it_asks_for(opened: Opened) -> None:
     adviser = Choosing(recovery="swap_model")
     world = opened(adviser)
@@ -131,6 +136,7 @@ def test_a_tool_of_the_application_gets_what_it_asks_for(opened: Opened) -> None
         world.engine.recovery_tool(3)  # type: ignore[type-var]
 
 
+@pytest.mark.statement("recovery-prompts", "recovery-agent")
 @pytest.mark.parametrize("tool", ["modify_agent_prompts", "create_alternative_agent"])
 def test_the_other_built_in_tools_run_the_step_again(opened: Opened, tool: Any) -> None:
     world = opened(Choosing(recovery=tool))

@@ -132,6 +132,7 @@ def fails() -> None:
 # ---- addresses -------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("one-machine")
 def test_a_store_is_opened_by_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     relative = open_store("sqlite:///sub/queue.db")
@@ -636,6 +637,7 @@ def insert_until_full(store: Store) -> list[str]:
     pytest.fail("the disk is never full")
 
 
+@pytest.mark.statement("full-disk")
 @pytest.mark.parametrize("restart", [False, True], ids=["running", "restarted"])
 def test_on_a_full_disk_tasks_can_be_completed_and_nothing_is_lost(small_disk: Path, restart: bool) -> None:
     clock = ManualClock()

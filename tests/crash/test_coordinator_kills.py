@@ -37,6 +37,7 @@ serve(Path(sys.argv[1]), port=int(sys.argv[2]), overlap=True, durability="os",
 """
 
 
+@pytest.mark.statement("coordinator-routes")
 def test_kills_lose_no_answer_and_repeat_none_to_an_agent_that_lives() -> None:
     seed = secrets.randbits(32)
     print(f"python -m tests.crash.run --only kills-coordinator --kills {KILLS} --seed {seed}")
@@ -165,6 +166,7 @@ def test_killed_servers_lose_nothing_and_repeat_nothing(
     load.check()
 
 
+@pytest.mark.statement("coordinator-upgrade")
 def test_a_rolling_upgrade_under_load_loses_nothing(
     tmp_path: Path, tokens: dict[str, str], first: Server
 ) -> None:

@@ -21,6 +21,7 @@ KILLS = 60
 TOKEN = "s.0.0"  # noqa: S105 - the name of a message
 
 
+@pytest.mark.statement("persistent")
 def test_kills_lose_nothing_accepted_and_repeat_no_effect() -> None:
     seed = secrets.randbits(32)
     print(f"python -m tests.crash.run --only kills-engine --kills {KILLS} --seed {seed}")
@@ -95,6 +96,7 @@ POINTS: dict[str, dict[OnUnknown, tuple[str, int]]] = {
 """The point of death and the options of the effect; the end of the message, and how often the effect ran."""
 
 
+@pytest.mark.statement("effects-once")
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("on_unknown", ["raise", "run", "probe"])
 def test_worker_killed_at_each_point_of_an_effect(point: str, on_unknown: OnUnknown, tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 import secrets
 
+import pytest
+
 from tests.crash import rollbacks
 from tests.crash.ledger import Tally
 
 KILLS = 20
 
 
+@pytest.mark.statement("rollback-crash")
 def test_a_rollback_that_is_killed_and_resumed_has_the_same_end() -> None:
     seed = secrets.randbits(32)
     print(f"python -m tests.crash.run --only kills-rollback --kills {KILLS} --seed {seed}")

@@ -100,6 +100,7 @@ def plain_raiser(error: BaseException) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.statement("poisoning")
 @pytest.mark.parametrize("options", [{}, {"batch": 2}, {"pool": "process"}], ids=str)
 @pytest.mark.parametrize("make", [raiser, plain_raiser])
 @pytest.mark.parametrize(
@@ -257,6 +258,7 @@ def test_daemon_of_an_isolated_handler_does_not_hold_its_message(tmp_path: Path)
         os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
+@pytest.mark.statement("limit-programs")
 def test_timeout_of_an_isolated_handler_ends_the_programs_that_it_started(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
 
@@ -484,6 +486,7 @@ def test_an_id_with_another_content_is_not_a_repeated_submit(tmp_path: Path) -> 
             engine.blocking.submit_many([twice | {"payload": {"n": n}} for n in range(2)])
 
 
+@pytest.mark.statement("version-migration-fails")
 def test_a_migration_that_fails_refuses_the_message() -> None:
     with Engine.open("memory://") as engine:
         engine.migration(0)(lambda fields: {**fields, "payload": fields["body"]})

@@ -164,6 +164,7 @@ def test_an_operation_waits_for_no_operation_of_another_organization(world: Engi
 # ---- many processes ----------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("consistency-commit")
 def test_ends_of_one_goal_in_many_processes_leave_one_end(tmp_path: Path, no_child_left: None) -> None:
     """Complete, fail and roll back at the same time: main has the facts of the branch if it was completed."""
     url = f"sqlite:///{tmp_path}/queue.db"
@@ -206,6 +207,7 @@ def test_ends_of_one_goal_in_many_processes_leave_one_end(tmp_path: Path, no_chi
         check_consistency(engine.store)
 
 
+@pytest.mark.statement("conflict-registry")
 def test_conflicting_operations_of_many_processes_never_overlap(tmp_path: Path, no_child_left: None) -> None:
     """The handler takes a file that only one process can take. Some of the processes are killed."""
     url, messages = f"sqlite:///{tmp_path}/queue.db", 40

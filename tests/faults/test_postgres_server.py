@@ -8,6 +8,7 @@ import pytest
 from postroom.testing.postgres_server import PROGRAMS_VARIABLE, PostgresServer, running_postgres
 
 
+@pytest.mark.statement("database-restart")
 def test_a_killed_server_starts_again_with_what_was_committed() -> None:
     with running_postgres() as server:
         url = server.new_database()

@@ -60,6 +60,7 @@ def effects_engine(world: EngineUnderTest, fails: Any = ()) -> Any:
     return log
 
 
+@pytest.mark.statement("rollback-reverse-order")
 def test_rollback_cancels_restores_and_undoes_in_reverse_order(world: EngineUnderTest) -> None:
     engine, log = world.engine, effects_engine(world)
     goals, branch = engine.goals, engine.graph.branch("g")
@@ -101,6 +102,7 @@ async def all_parts(engine: Any, handle: Any) -> Any:
     return [part async for part in engine.handle(handle.message_id)]
 
 
+@pytest.mark.statement("checkpoint-learning")
 def test_rollback_can_forget_what_was_learned(world: EngineUnderTest) -> None:
     goals = world.engine.goals
     world.wait(goals.start("acme", "g", context={"plan": "a"}))
@@ -109,6 +111,7 @@ def test_rollback_can_forget_what_was_learned(world: EngineUnderTest) -> None:
     assert world.wait(goals.context("g")) == ({"plan": "a"}, 3)
 
 
+@pytest.mark.statement("rollback-irreversible")
 def test_an_irreversible_effect_refuses_the_rollback_until_it_is_accepted(world: EngineUnderTest) -> None:
     log = effects_engine(world)
     goals = world.engine.goals
@@ -127,6 +130,7 @@ def test_an_irreversible_effect_refuses_the_rollback_until_it_is_accepted(world:
         world.wait(goals.rollback("g#1"))
 
 
+@pytest.mark.statement("rollback-classes")
 def test_an_effect_without_a_class_is_classified_by_the_rules(world: EngineUnderTest) -> None:
     engine = world.engine
     world.wait(engine.goals.start("acme", "g"))
@@ -153,6 +157,7 @@ def test_an_effect_without_a_class_is_classified_by_the_rules(world: EngineUnder
     assert found == [("send-mail", "IRREVERSIBLE"), ("create-file", "REVERSIBLE")]
 
 
+@pytest.mark.statement("rollback-compensation-fails")
 def test_failed_compensation_alerts_and_a_resume_finishes_the_rollback(
     world: EngineUnderTest,
 ) -> None:
@@ -197,6 +202,7 @@ def test_a_compensation_that_never_works_can_be_given_up(world: EngineUnderTest,
     assert world.wait(goals.status("g")).state == "ACTIVE"
 
 
+@pytest.mark.statement("rollback-told")
 def test_a_rollback_tells_every_agent_with_a_message_in_the_goal(world: EngineUnderTest) -> None:
     """Those that wait for a cancelled message by their stream, and all registered ones in their inbox."""
     engine, log = world.engine, effects_engine(world)
@@ -311,6 +317,7 @@ def rollback_story(
     return left, died
 
 
+@pytest.mark.statement("rollback-crash")
 def test_a_rollback_that_dies_anywhere_and_is_resumed_has_the_same_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,6 +60,7 @@ def is_gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.statement("type-agent-spawn")
 def test_a_program_is_started_kept_running_and_ended(tmp_path: Path) -> None:
     with working(tmp_path) as engine, AgentPrograms(engine) as programs:
         assert ask(engine, "agent_spawn", agent_id="writer", tools=["search"]) == {"agent_id": "writer"}

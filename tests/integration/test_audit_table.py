@@ -45,6 +45,7 @@ def some_tasks(url: str, count: int) -> None:
             tasks.complete(task.task_id, task.lease, {"ok": True})
 
 
+@pytest.mark.statement("audit-jsonb", "events-postgresql")
 def test_commands_ship_to_a_table_and_export_segments(
     database: str, postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +70,7 @@ def test_commands_ship_to_a_table_and_export_segments(
     assert "go to another stream already" in other.errors
 
 
+@pytest.mark.statement("events-adapters")
 def test_exported_lines_are_those_that_a_segment_sink_writes(
     database: str, postgres: PostgresServer, tmp_path: Path
 ) -> None:

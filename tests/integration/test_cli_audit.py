@@ -96,6 +96,7 @@ def test_query_filters_by_the_fields_of_an_event(shipped: list[str]) -> None:
     assert "RFC 3339" in wrong.error
 
 
+@pytest.mark.statement("parent", "tracing-correlation")
 def test_trace_shows_a_request_through_all_its_messages(shipped: list[str]) -> None:
     for message in shipped[:2]:  # from either end
         spans = postroom("audit", "trace", "audit", message).lines

@@ -137,6 +137,7 @@ def test_budgets_are_shown_as_a_table_and_as_json() -> None:
 # ---- messages --------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("agent-health-view")
 def test_agents_are_shown_with_their_health() -> None:
     async def register(store: Engine) -> None:
         async with Coordinator(store) as coordinator:
@@ -270,6 +271,7 @@ def test_resume_names_the_remaining_pauses() -> None:
     assert engine("resume", "--org", "acme", "--type", "tool_call").line["pauses"] == []
 
 
+@pytest.mark.statement("own-types")
 def test_an_unknown_type_names_the_option_for_apps() -> None:
     result = postroom(
         "engine", "submit", "--data", "run", "--type", "crunch", "--org", "acme", "--payload", "{}"
@@ -333,6 +335,7 @@ def test_a_submit_without_a_result_in_time_fails() -> None:
     assert result.line["message_id"] in result.errors
 
 
+@pytest.mark.statement("workers-replaced", "recovery-time-lease")
 def test_a_killed_worker_is_replaced_and_its_messages_run_again_at_once() -> None:
     with working() as supervisor:
         message_id = submit(waits_for="go")
@@ -437,6 +440,7 @@ def test_dead_letters_fit_into_80_columns() -> None:
 # ---- load ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("load-test")
 def test_a_load_prints_the_latencies_of_each_priority() -> None:
     report = postroom("engine", "load", "--rate", 50, "--orgs", 2, "--duration-s", 0.4).line
     assert (report["submitted"], report["unfinished"]) == (20, 0)

@@ -55,6 +55,7 @@ async def planner(engine: Engine, is_there: Callable[[AgentInfo], bool]) -> Agen
 # ---- takeover --------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("recovery-time-coordinator")
 def test_another_coordinator_takes_over_after_a_kill(tmp_path: Path) -> None:
     """The time is printed, not asserted: what bounds it are the lease and the pause between two looks."""
     url = f"sqlite:///{tmp_path}/queue.db"

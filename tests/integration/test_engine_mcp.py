@@ -54,6 +54,7 @@ def run(engine: Engine, check: Callable[[Engine], Coroutine[Any, Any, None]]) ->
     asyncio.run(main())
 
 
+@pytest.mark.statement("type-tool-call", "mcp-call")
 def test_tools_of_a_third_party_server_answer_tool_calls(tmp_path: Path) -> None:
     engine = opened(tmp_path)
     engine.mcp("time", command=[sys.executable, "-m", "mcp_server_time", "--local-timezone", "UTC"])
@@ -73,6 +74,7 @@ def test_tools_of_a_third_party_server_answer_tool_calls(tmp_path: Path) -> None
     run(engine, check)
 
 
+@pytest.mark.statement("mcp-answers")
 def test_tool_call_passes_on_progress_errors_and_cancellation(tmp_path: Path) -> None:
     async def check(engine: Engine) -> None:
         parts = [part async for part in await engine.submit(**calling("count", steps=3))]
@@ -106,6 +108,7 @@ def test_a_server_starts_in_a_program_that_has_replaced_its_stderr(
     run(opened(tmp_path), check)
 
 
+@pytest.mark.statement("mcp-idempotent")
 def test_a_destructive_tool_whose_server_died_is_not_repeated(tmp_path: Path) -> None:
     async def check(engine: Engine) -> None:
         handle = await engine.submit(**calling("delete", name="crash"))
@@ -137,6 +140,7 @@ def test_hints_of_a_tool_say_whether_a_rollback_can_undo_its_call(tmp_path: Path
     run(opened(tmp_path), check)
 
 
+@pytest.mark.statement("mcp-idempotent")
 def test_an_idempotent_tool_whose_server_died_is_repeated(tmp_path: Path) -> None:
     async def check(engine: Engine) -> None:
         handle = await engine.submit(**calling("put", name="file"))

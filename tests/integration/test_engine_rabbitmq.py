@@ -148,6 +148,7 @@ def echo(engine: Engine) -> list[tuple[str, int]]:
 # ---- delivery ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("broker")
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
 async def test_messages_of_all_priorities_and_organizations_are_delivered_once(any_url: str) -> None:
@@ -206,6 +207,7 @@ async def test_two_workers_share_the_messages(any_url: str) -> None:
         assert seen[1]
 
 
+@pytest.mark.statement("broker-acknowledgment")
 @in_loop
 async def test_a_second_delivery_of_a_message_is_dropped(any_url: str, broker_alone: None) -> None:
     with Engine.open(any_url) as engine:
@@ -227,6 +229,7 @@ async def test_a_second_delivery_of_a_message_is_dropped(any_url: str, broker_al
 # ---- retries, delays, promotion ------------------------------------------------------------------------
 
 
+@pytest.mark.statement("broker-retry")
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
 async def test_a_retry_and_a_delayed_message_come_back_through_delay_queues(any_url: str) -> None:
@@ -288,6 +291,7 @@ async def until_gone(channel: Any, exchange: str) -> Any:
     raise AssertionError(f"{exchange} did not expire")
 
 
+@pytest.mark.statement("broker-dead-letters")
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
 async def test_failing_message_becomes_a_dead_letter_and_can_be_replayed(url: str) -> None:
@@ -391,6 +395,7 @@ async def test_five_rounds_of_retry_and_promotion_lose_nothing(url: str, rabbit:
 # ---- organizations -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("broker-many-organizations")
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
 async def test_organizations_beyond_the_limit_share_shards_and_get_turns(
@@ -479,6 +484,7 @@ def test_a_new_worker_consumes_every_home_also_more_than_there_should_be(
 # ---- repair ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("ledger-is-truth")
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
 async def test_the_sweep_publishes_what_the_broker_lost(any_url: str, rabbit: RabbitServer) -> None:
@@ -526,6 +532,7 @@ async def test_messages_dropped_at_the_delivery_limit_are_published_again(
         assert len(seen) == 5
 
 
+@pytest.mark.statement("broker-silent")
 @in_loop
 async def test_a_worker_claims_from_the_ledger_when_the_broker_is_silent(
     url: str, rabbit: RabbitServer
@@ -559,6 +566,7 @@ async def test_a_lane_that_was_deleted_is_declared_again(
 # ---- the address -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("many-machines")
 @in_loop
 async def test_a_sqlite_ledger_is_refused_to_a_second_host(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine.open(url) as engine:

@@ -195,6 +195,7 @@ def test_a_wrong_position_is_refused(server: Server) -> None:
 # ---- who may do what -------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("created-by")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -231,6 +232,7 @@ def test_an_operator_names_the_organization(server: Server) -> None:
     assert server.post("boss", "/engine/messages", type="tool_call", payload={}).status == 400
 
 
+@pytest.mark.statement("ownership")
 @pytest.mark.parametrize(
     ("method", "path"),
     [
@@ -339,6 +341,7 @@ def planted(server: Server, payload: bytes) -> str:
         return tasks.store.write(lambda transaction: transaction.insert([envelope]))[0].message_id
 
 
+@pytest.mark.statement("json")
 def test_a_stored_payload_is_passed_on_as_it_is(server: Server) -> None:
     message_id = planted(server, b'{"n":1.000}')
     assert b'"payload":{"n":1.000}' in server.get("caller", path_of(message_id)).body
@@ -427,6 +430,7 @@ def test_the_kill_switch_refuses_submits_until_a_resume(server: Server) -> None:
     held(server, "spy")
 
 
+@pytest.mark.statement("metrics-standard")
 def test_metrics_of_the_queue(server: Server, worker: Engine) -> None:
     server.post("boss", "/engine/pause", org_id="paused")
     submit(server, "boss", org_id="paused", priority=1)
@@ -479,6 +483,7 @@ def test_a_migration_gives_a_message_to_no_other_organization() -> None:
 # ---- operators of one organization -----------------------------------------------------------------
 
 
+@pytest.mark.statement("auth-organization")
 def test_an_operator_of_one_organization_changes_only_that_one(server: Server, worker: Engine) -> None:
     server.tokens["chief"] = server.agents.tokens.create("operator", "acme").token
     own, foreign = dead(server), dead(server, "spy")

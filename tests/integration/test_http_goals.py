@@ -102,6 +102,7 @@ def state(site: Site) -> list[Any]:
     return [site.get("boss", path).body for path in READS[:5]]
 
 
+@pytest.mark.statement("auth-organization")
 def test_callers_without_the_right_see_and_change_nothing(site: Site, decision: str) -> None:
     before = state(site)
     for path in (*READS, decision):

@@ -251,6 +251,7 @@ def test_read_only_operator_sees_every_view_and_changes_nothing(world: PageWorld
 # ---- views -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("system-view")
 def test_the_overview_shows_every_part_of_the_server(world: PageWorld, page: Page) -> None:
     page.goto(world.url)
     row = page.get_by_role("row").filter(has=page.get_by_role("link", name="acme"))

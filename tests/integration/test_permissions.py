@@ -82,6 +82,7 @@ def _named(served: ServedRoute) -> str:
     return f"{served.route.method} {served.route.path}"
 
 
+@pytest.mark.statement("auth-token")
 @pytest.mark.parametrize("served", SERVED, ids=_named)
 def test_route_refuses_by_the_table_before_any_read(world: World, served: ServedRoute) -> None:
     """Of objects that do not exist: nothing but the token decides."""

@@ -137,6 +137,7 @@ def test_lapsed_leases_without_a_dead_child_never_count(url: str) -> None:
             until(lambda: {outcome(engine, one) for one in ids} == {("COMPLETED", 0)})
 
 
+@pytest.mark.statement("poison-quarantine")
 def test_killers_of_one_organization_are_quarantined_alone(url: str) -> None:
     with Engine.open(url) as engine, working((*SUPERVISED, "--max-workers", "1"), 3_600.0):
         ids = submit(engine, 2) + submit(engine, 2, type="model_call")

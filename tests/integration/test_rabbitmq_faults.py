@@ -137,6 +137,7 @@ def test_no_delivery_is_held_until_the_consumer_timeout(
     asyncio.run(run())
 
 
+@pytest.mark.statement("broker-restart")
 def test_a_killed_broker_that_restarts_loses_nothing(own_rabbit: RabbitServer, tmp_path: Path) -> None:
     async def kill(load: Load) -> None:
         own_rabbit.kill()
@@ -245,6 +246,7 @@ def test_a_broker_with_an_alarm_delays_nothing_for_good(
     check(load, f"{kind} alarm")
 
 
+@pytest.mark.statement("broker-acknowledgment")
 def test_half_open_connections_to_the_broker_lose_nothing(
     rabbit: RabbitServer, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

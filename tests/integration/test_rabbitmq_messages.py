@@ -32,6 +32,7 @@ PERSISTENT = 2
 PREFETCH = 5
 
 
+@pytest.mark.statement("durable-queues", "confirms")
 @in_loop
 async def test_lanes_are_durable_and_only_p0_is_published_without_confirm(
     url: str, rabbit: RabbitServer
@@ -69,6 +70,7 @@ async def test_a_large_context_is_delivered_from_the_ledger(any_url: str) -> Non
             assert await results(handles) == [True, True]
 
 
+@pytest.mark.statement("concurrency-bound")
 @in_loop
 async def test_a_process_holds_no_more_deliveries_of_a_lane_than_its_prefetch(url: str) -> None:
     """So a message waits behind at most that many others for a process that is busy."""

@@ -127,6 +127,7 @@ def names(span: Any) -> tuple[str, str]:
     return span.trace_id.hex(), span.parent_span_id.hex()
 
 
+@pytest.mark.statement("tracing-spans")
 def test_a_message_is_one_trace_from_its_sender_to_its_settlement(traced: Traced) -> None:
     assert traced.receiver.services() == {"postroom-http", "postroom-worker"}
     [request] = [span for span in traced.receiver.spans("POST") if span.trace_id.hex() == TRACE_ID]

@@ -94,6 +94,7 @@ def world(files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
         yield World(up, data, files[0])
 
 
+@pytest.mark.statement("encryption-transit")
 def test_plain_http_to_the_port_of_tls_is_an_event(world: World) -> None:
     world.plain(b"GET /health HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\n\r\n")
     until(lambda: world.refused("plain HTTP to the port of TLS"))

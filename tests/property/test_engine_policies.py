@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,8 @@ from postroom.core.lifecycle.breaker import CLOSED, Breaker, Circuit
 from postroom.core.lifecycle.fairness import PROMOTED_EVERY, Rotation
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S, effective_lane
 from postroom.core.lifecycle.retry import LANE_LAST, Retry, demoted
+
+RESTED_S = 60.0  # nothing changed the number of workers for this long
 
 # ---- turns -----------------------------------------------------------------------------------------
 
@@ -46,6 +49,7 @@ def test_a_claim_is_full_while_messages_wait_and_takes_none_twice(
     assert all(count <= backlog[name] for name, count in Counter(order).items())
 
 
+@pytest.mark.statement("tenants-turns")
 @given(backlogs, weights, limits)
 def test_no_organization_waits_longer_than_the_turns_of_the_others(
     backlog: dict[str, int], weight: dict[str, float], counts: list[int]
@@ -108,6 +112,7 @@ def test_a_promoted_message_is_one_of_eight_deliveries(
     assert [at for at, each in enumerate(order) if each] == [*range(7, len(order), PROMOTED_EVERY)][:waiting]
 
 
+@pytest.mark.statement("promotion-bounded")
 @given(backlogs, weights, arrivals)
 def test_the_wait_of_a_promoted_message_is_bounded(
     backlog: dict[str, int], weight: dict[str, float], claims: list[tuple[int, int]]
@@ -149,6 +154,7 @@ def test_promotion_only_goes_up_and_only_with_age(
     assert 0 <= later <= now <= lane
 
 
+@pytest.mark.statement("promotion-times")
 @given(st.integers(0, LANE_LAST), promotions)
 def test_a_message_reaches_the_first_class_after_the_sum_of_its_steps(
     lane: int, after: tuple[int, ...]
@@ -164,6 +170,7 @@ def test_demotion_is_one_class_for_each_failure_and_ends_in_the_last(priority: i
     assert demoted(priority, retries) <= demoted(priority, retries + 1) <= LANE_LAST
 
 
+@pytest.mark.statement("retry-pauses")
 @given(
     st.builds(Retry, strategy=st.sampled_from(["exponential", "linear"])), st.integers(0, 80), st.floats(0, 1)
 )
@@ -187,6 +194,7 @@ calls = st.lists(
 )
 
 
+@pytest.mark.statement("breaker-threshold")
 @given(rules, calls)
 def test_breaker_opens_after_failures_and_only_its_probe_closes_it(
     rule: Breaker, steps: list[tuple[str, str, int]]
@@ -279,6 +287,7 @@ depths = st.integers(0, 700)
 stages = st.integers(0, 4)
 
 
+@pytest.mark.statement("stage-thresholds")
 @given(depths, depths, stages)
 def test_a_deeper_queue_is_never_in_a_lower_stage(depth: int, more: int, previous: int) -> None:
     now = backpressure.stage_of(depth, RULE, previous)
@@ -324,3 +333,35 @@ def test_a_throttle_admits_its_rate_and_returns_when_to_retry(rate: float, pause
             assert backpressure.admit(throttle, 3, rate, due)[1] == 0
         throttle = after
     assert admitted <= 1 + rate * sum(pauses_ms) / 1000 + 1e-6
+
+
+@pytest.mark.statement("workers-scale-depth", "stage-scale", "workers-scale-promotion")
+@pytest.mark.parametrize(
+    ("stage", "promoted_share", "wanted"),
+    [(0, 0.0, 7), (0, 0.11, 12), (backpressure.SCALE, 0.0, 12), (backpressure.LIGHT, 0.0, 50)],
+)
+def test_workers_are_added_in_steps_and_all_at_once_from_the_second_stage(
+    stage: int, promoted_share: float, wanted: int
+) -> None:
+    assert backpressure.wanted_workers(7, stage, promoted_share, 0.0, RESTED_S, Backpressure()) == wanted
+
+
+@pytest.mark.statement("worker-cap")
+@given(
+    current=st.integers(0, 200), stage=st.integers(0, 4), most=st.integers(1, 100), idle_s=st.floats(0, 300)
+)
+def test_workers_stay_between_the_least_and_the_most(
+    current: int, stage: int, most: int, idle_s: float
+) -> None:
+    rule = Backpressure(max_workers=most)
+    assert 1 <= backpressure.wanted_workers(current, stage, 0.0, idle_s, RESTED_S, rule) <= most
+
+
+@pytest.mark.statement("scale-cooldown")
+def test_workers_change_again_only_after_a_rest() -> None:
+    rule = Backpressure()
+    assert backpressure.wanted_workers(7, backpressure.SCALE, 0.0, 0.0, 9.9, rule) == 7
+    assert backpressure.wanted_workers(7, backpressure.SCALE, 0.0, 0.0, 10.0, rule) == 12
+    assert backpressure.wanted_workers(7, 0, 0.0, 60.0, 59.9, rule) == 7
+    assert backpressure.wanted_workers(7, 0, 0.0, 60.0, 60.0, rule) == 2
+    assert backpressure.wanted_workers(7, 0, 0.0, 59.9, 60.0, rule) == 7

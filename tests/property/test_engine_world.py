@@ -49,6 +49,7 @@ def failures(parts: list[Part]) -> tuple[list[str], Counter[str]]:
     return failed, actions
 
 
+@pytest.mark.statement("every-fault")
 @pytest.mark.parametrize(("store", "seeds"), [("memory", MEMORY_SEEDS), ("sqlite", SQLITE_SEEDS)])
 def test_no_seed_breaks_a_rule(store: Any, seeds: int) -> None:
     size = seeds // PARTS
@@ -272,6 +273,7 @@ def test_an_engine_that_breaks_a_rule_is_caught(mutant: Patch, monkeypatch: pyte
     assert MUTANTS[mutant] <= broken_rules(MUTANT_SEEDS, MUTANTS[mutant])
 
 
+@pytest.mark.statement("chaos")
 def test_every_rule_has_a_mutant() -> None:
     assert set.union(*MUTANTS.values()) == RULES.keys()
 
@@ -312,6 +314,7 @@ def paying_engine(**options: Any) -> tuple[Engine, list[int]]:
     return engine, paid
 
 
+@pytest.mark.statement("every-fault")
 def test_effects_of_handlers_happen_once_under_every_fault() -> None:
     engine, paid = paying_engine()
     seen: Counter[str] = Counter()

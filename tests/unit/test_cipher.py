@@ -46,6 +46,7 @@ def test_empty_and_plain_payloads_stay_unchanged() -> None:
     assert cipher.decrypt(EVENT) is EVENT
 
 
+@pytest.mark.statement("audit-encrypted")
 def test_a_segment_holds_no_payload_in_the_clear(tmp_path: Path) -> None:
     cipher = Cipher({"k": KEY})
     with SegmentSink(tmp_path, cipher=cipher) as sink:

@@ -1,11 +1,14 @@
 """What the state of the engine says about its workers."""
 
+import pytest
+
 from postroom.engine.inspection import promoted_share, status_of
 from postroom.engine.rules.cells import WorkerInfo
 from postroom.engine.rules.operations import Operations
 from tests.engines import EngineUnderTest
 
 
+@pytest.mark.statement("workers-scale-promotion")
 def test_promoted_claims_ask_for_more_workers_only_while_messages_wait() -> None:
     workers = {"w": WorkerInfo(0, 0, claims=4, promoted=1), "x": WorkerInfo(0, 0)}
     assert promoted_share(workers, depth=3) == 0.25

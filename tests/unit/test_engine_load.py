@@ -77,6 +77,7 @@ def test_messages_that_fail_are_counted() -> None:
     assert [(each.priority, each.count) for each in report.classes] == [(0, 20)]
 
 
+@pytest.mark.statement("latency-classes")
 def test_p99_is_compared_with_the_target() -> None:
     assert ClassLatency(0, 1, 1.0, 5.0, 9.0, 5.0).is_within_target
     assert not ClassLatency(0, 1, 1.0, 5.1, 9.0, 5.0).is_within_target

@@ -98,6 +98,7 @@ def check_whole(step: Step, before: Record | None = None) -> None:
 # ---- the table -------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("states-table")
 def test_the_table_names_every_verb_and_every_state() -> None:
     assert {t.verb for t in TRANSITIONS} == VERBS.keys() | BY_THE_WAY | {"accept", "promote"}
     assert {t.target for t in TRANSITIONS} == set(STATES)
@@ -116,6 +117,7 @@ def test_every_transition_is_reachable(arrow: Transition) -> None:
     assert (step.events[0].kind, step.events[0].state) == (arrow.kind, arrow.target)
 
 
+@pytest.mark.statement("states-table")
 @pytest.mark.parametrize(("verb", "state"), PAIRS, ids=str)
 def test_every_other_call_is_refused_or_a_repeat(verb: str, state: State) -> None:
     if (verb, state) in ALLOWED:
@@ -246,6 +248,7 @@ def test_the_duration_includes_heartbeats_and_ignores_clock_steps() -> None:
 # ---- failures --------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("dlq-after-retries")
 @pytest.mark.parametrize("verb", ["fail", "lapse"])
 def test_a_record_without_retries_left_is_a_dead_letter(verb: str) -> None:
     for retries in range(3):

@@ -40,6 +40,7 @@ KEY_BLOCK = "-----BEGIN RSA PRIVATE KEY-----\nMIIEabc+/x\nDEK-Info: 12\n-----END
 # ---- levels ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("audit-levels")
 @pytest.mark.parametrize(
     ("environment", "level"),
     [("dev", "none"), ("staging", "medium"), ("prod", "full"), ("", "full"), ("Dev", "full"), (None, "full")],
@@ -182,6 +183,7 @@ def test_own_fields_replace_the_known_ones() -> None:
     assert "password" in DEFAULT_FIELDS
 
 
+@pytest.mark.statement("audit-patterns")
 def test_own_patterns_come_first_and_replace_their_group() -> None:
     own = Redactor("medium", patterns={"staff": r"EMP\d+", "order": r"order (\d+)", "empty": "x*"}, key=None)
     assert own.payload('{"a":"EMP123, order 77","n":1}') == '{"a":"<staff>, order <order>","n":1}'

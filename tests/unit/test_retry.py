@@ -6,6 +6,7 @@ from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.lifecycle.retry import RetryPolicy
 
 
+@pytest.mark.statement("retry-pauses")
 def test_the_pauses_grow_up_to_their_limit() -> None:
     policy = RetryPolicy(first_delay_s=1, factor=2, delay_s_max=10)
     pauses_ns = [policy.delay_ns(retries, None) for retries in range(6)]

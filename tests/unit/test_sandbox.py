@@ -80,6 +80,7 @@ def test_a_program_does_not_get_the_environment_of_its_caller(kind: Any, monkeyp
     assert "POSTROOM_SECRET" not in run(kind, "env").stdout
 
 
+@pytest.mark.statement("isolation-namespaces")
 @needs_bubblewrap
 def test_bubblewrap_has_no_network_no_files_and_no_processes_of_other_users() -> None:
     home = run("bubblewrap", "ls", "/root", "/home", "/var").stdout
@@ -129,6 +130,7 @@ def test_a_destroyed_sandbox_runs_nothing() -> None:
     asyncio.run(story())
 
 
+@pytest.mark.statement("isolation-mock")
 def test_mock_keeps_what_it_was_asked_to_run() -> None:
     async def story() -> None:
         box = Sandbox.open("mock")
@@ -188,6 +190,7 @@ def pool_of() -> Any:
     return make
 
 
+@pytest.mark.statement("sandbox-pool")
 def test_a_pool_gives_warm_sandboxes_and_recycles_them(pool_of: Any) -> None:
     async def story() -> None:
         pool = pool_of(size=2, uses_max=3)
@@ -208,6 +211,7 @@ def test_a_pool_gives_warm_sandboxes_and_recycles_them(pool_of: Any) -> None:
     asyncio.run(story())
 
 
+@pytest.mark.statement("sandbox-pool")
 def test_an_old_or_unhealthy_sandbox_does_not_go_back(pool_of: Any) -> None:
     now = [0.0]
 
@@ -299,6 +303,7 @@ def test_amounts_of_memory(text: Any, size: Any) -> None:
         bytes_of(f"-{text}")
 
 
+@pytest.mark.statement("sandbox-need")
 @pytest.mark.parametrize(
     ("tools", "needed"),
     [([], False), (["search", "calendar"], False), (["run_python"], True), ([{"name": "shell"}], True),

@@ -102,6 +102,7 @@ def test_a_model_is_named_alone_or_with_its_provider() -> None:
 # ---- the steps of an allocation --------------------------------------------------------------------
 
 
+@pytest.mark.statement("tokens-tiers")
 def test_own_tier_is_used_first_and_then_what_no_tier_reserves() -> None:
     small = rule(tiers=[0.4, 0.3, 0, 0])
     assert granted(Need(300, 0), (small, fresh(small))).parts == (300, 0, 0, 0, 0)
@@ -109,6 +110,7 @@ def test_own_tier_is_used_first_and_then_what_no_tier_reserves() -> None:
     assert granted(Need(300, 3), (small, fresh(small))).parts == (0, 0, 0, 0, 300)
 
 
+@pytest.mark.statement("tokens-borrow")
 def test_importance_lets_a_message_borrow_from_lower_tiers_only() -> None:
     small = rule()
     one = small, fresh(small)
@@ -121,6 +123,7 @@ def test_importance_lets_a_message_borrow_from_lower_tiers_only() -> None:
     assert isinstance(allocate(Need(101, 3, 1.0), [one], NOW), Short), "P3 has no lower tier"
 
 
+@pytest.mark.statement("tokens-importance")
 def test_importance_counts_dependants_more_than_retries() -> None:
     assert importance(0, 0) == 0.0
     assert importance(100, 100) == 1.0
@@ -128,6 +131,7 @@ def test_importance_counts_dependants_more_than_retries() -> None:
     assert 0 <= importance(2, 1) <= importance(3, 1) <= importance(3, 2) <= 1
 
 
+@pytest.mark.statement("tokens-fallback")
 def test_first_preference_with_tokens_is_chosen() -> None:
     big, small = rule("big", tokens_per_minute=1_000), rule("small", tokens_per_minute=2_000)
     both = (big, fresh(big)), (small, fresh(small))
@@ -218,6 +222,7 @@ def test_unused_tokens_are_returned_and_loans_first() -> None:
     assert (account.debt, account.lent) == ((10, 0, 0, 0), (0, 0, 0, 10))
 
 
+@pytest.mark.statement("tokens-repaid")
 def test_a_loan_is_repaid_at_the_next_refill() -> None:
     small = rule()
     grant = granted(Need(450, 0, 0.5), (small, fresh(small)))

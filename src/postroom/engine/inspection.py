@@ -1,5 +1,6 @@
 """The status of one message, and of the engine with all its organizations."""
 
+import math
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
@@ -191,7 +192,7 @@ def status_of(
         stage=stage,
         workers=workers,
         wanted_workers=backpressure.wanted_workers(
-            len(workers), stage, promoted_share(workers, depth), 0.0, policy.backpressure
+            len(workers), stage, promoted_share(workers, depth), 0.0, math.inf, policy.backpressure
         ),
         breakers=_breakers(transaction, org_id),
         pauses=[{"org_id": org_id, "type": type_name} for org_id, type_name in pauses],

@@ -109,16 +109,26 @@ def admit(
 
 
 def wanted_workers(
-    current: int, stage: int, promoted_share: float, idle_s: float, rule: Backpressure, least: int = 1
+    current: int,
+    stage: int,
+    promoted_share: float,
+    idle_s: float,
+    rested_s: float,
+    rule: Backpressure,
+    least: int = 1,
 ) -> int:
     """How many workers there should be, one step from the current number.
 
-    `idle_s` is for how long the depth has been below stage 1.
+    `idle_s` is for how long the depth has been below stage 1, `rested_s` the time since the last change.
     """
     if stage >= LIGHT:
-        return max(rule.max_workers, least)
-    if stage == SCALE or promoted_share > PROMOTED_SHARE_MAX:
-        return max(min(current + rule.increment, rule.max_workers), least)
-    if idle_s >= SCALE_DOWN_COOLDOWN_S:
-        return max(min(current, rule.max_workers) - rule.increment, least)
-    return max(min(current, rule.max_workers), least)
+        wanted = rule.max_workers
+    elif stage == SCALE or promoted_share > PROMOTED_SHARE_MAX:
+        wanted = min(current + rule.increment, rule.max_workers)
+    else:
+        wanted = min(current, rule.max_workers)
+        if idle_s >= SCALE_DOWN_COOLDOWN_S:
+            wanted -= rule.increment
+    wanted = max(wanted, least)
+    pause_s = SCALE_UP_COOLDOWN_S if wanted > current else SCALE_DOWN_COOLDOWN_S
+    return wanted if rested_s >= pause_s else current

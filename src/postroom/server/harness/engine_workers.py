@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from postroom.core.lifecycle.backpressure import SCALE_DOWN_COOLDOWN_S, SCALE_UP_COOLDOWN_S, wanted_workers
+from postroom.core.lifecycle.backpressure import wanted_workers
 from postroom.engine.inspection import EngineStatus, promoted_share, status_of
 from postroom.engine.rules.operations import Operations
 from postroom.engine.work.worker import DRAIN_S, new_worker_id
@@ -145,11 +145,11 @@ class WorkerProcesses:
             status.stage,
             promoted_share(status.workers, status.depth),
             now - self._idle_since,
+            now - self._scaled,
             rule,
             self._least,
         )
-        pause_s = SCALE_UP_COOLDOWN_S if wanted > self._wanted else SCALE_DOWN_COOLDOWN_S
-        if wanted != self._wanted and now >= self._scaled + pause_s:
+        if wanted != self._wanted:
             _log.info("workers: %d -> %d (stage %d)", self._wanted, wanted, status.stage)
             self._wanted, self._scaled = wanted, now
 
