@@ -13,7 +13,7 @@ from postroom.calls.fields import LETTERS_MAX
 from postroom.calls.submit import AttemptError
 from postroom.core.formats.jsoninput import ReadValue, decoded_value
 from postroom.core.times import epoch_ns_of, parse_utc, utc_text
-from postroom.engine.messages import checked_message_id, decode_body, error_history, message_of
+from postroom.engine.messages import checked_message_id, decode_body, error_history, fields_of, message_of
 from postroom.engine.rules import bodies
 from postroom.engine.rules.operations import Operations
 from postroom.errors import InvalidMessage, UnknownTask, WrongState, clipped, shown
@@ -296,11 +296,9 @@ def original_message(
     except (msgspec.DecodeError, UnknownTask):
         return None
     envelope = stored.envelope
-    message = message_of(stored.record, envelope.type, envelope.parent_message_id, body, payload, context)
-    fields: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(msgspec.Raw,))
-    fields |= fields.pop("extra")
-    fields["priority"] = fields.pop("accepted_priority")
-    return fields
+    return fields_of(
+        message_of(stored.record, envelope.type, envelope.parent_message_id, body, payload, context)
+    )
 
 
 def as_json(letter: DeadLetter) -> dict[str, Any]:

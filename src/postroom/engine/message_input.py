@@ -73,6 +73,12 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A context that is stored apart, as JSON; empty for one that is in the body."""
     digest: str
     """Of the type and the payload, to tell a repeated submit from another message."""
+    given_digest: str = ""
+    """The same before a migration; empty when none ran."""
+
+    def repeats(self, digest: str) -> bool:
+        """Whether the message with this digest may be the same one, stored before or after a migration."""
+        return digest in (self.digest, self.given_digest)
 
 
 class Registry:
@@ -111,7 +117,7 @@ class Registry:
             extra = {name: given.pop(name) for name in given.keys() - FIELDS}
             extra = {name: value for name, value in extra.items() if name not in _IGNORED}
         if extra:
-            version = given.get("version", policy.version)
+            version = fields.get("version") or policy.version
             if not versions.may_have_unknown_fields(version, policy.version):
                 names = shown(", ".join(sorted(extra)))
                 raise InvalidMessage(f"a message of version {version} has no field {names}")
@@ -121,7 +127,10 @@ class Registry:
         if not given.keys() >= REQUIRED:
             missing = sorted(REQUIRED - given.keys())
             raise InvalidMessage(f"a message needs {' and '.join(missing)}")
-        return self._prepared(given, extra, policy, wall_us)
+        prepared = self._prepared(given, extra, policy, wall_us)
+        if given.get("version") != fields.get("version"):  # a migration ran
+            prepared = replace(prepared, given_digest=_digest_before(fields))
+        return prepared
 
     def _migrated(self, fields: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
         """The fields in the current version. A migration meets whatever callers send, so it may raise."""
@@ -231,6 +240,14 @@ def stored(prepared: Prepared, inline_bytes_max: int) -> Envelope:
     return replace(prepared.envelope, payload=encode_body(body))
 
 
+def _digest_before(fields: Mapping[str, Any]) -> str:
+    """The digest of a message before its migration; empty when it has no type or no payload then."""
+    try:
+        return digest_of(fields["type"], encoded("the payload", fields["payload"]))
+    except (KeyError, AttributeError, InvalidMessage):
+        return ""
+
+
 # ---- checks ----------------------------------------------------------------------------------------
 
 
@@ -294,7 +311,7 @@ def _body(
     on_dead, goal_id, task_id = get("on_dead", "continue"), get("goal_id"), get("task_id")
     if on_dead not in ("continue", "stop"):
         raise InvalidMessage(f'on_dead must be "continue" or "stop", not {shown(on_dead)}')
-    if on_dead == "stop" and get("ordering_key") is None:
+    if on_dead == "stop" and not get("ordering_key"):
         raise InvalidMessage(
             'on_dead="stop" needs an ordering_key: a dead letter stops the messages of its key'
         )
@@ -352,7 +369,7 @@ def _check_budget(rules: TokenRules, body: Body, priority: int) -> None:
 
 
 def _text(name: str, value: object, limit: int = TEXT_CHARS_MAX) -> str:
-    return "" if value == "" else checked_text(name, value, limit=limit)
+    return "" if value == "" or value is None else checked_text(name, value, limit=limit)
 
 
 def _creator(created_by: object, user_id: str, agent_id: str) -> CreatedBy:
@@ -414,11 +431,9 @@ def _resource_limits(value: object) -> ResourceLimits | None:
 
 
 def _key(name: str, value: object) -> str:
-    if value is None:
-        return ""
-    text = checked_text(name, value, limit=KEY_CHARS_MAX)
-    if not text or not text.isprintable():
-        raise InvalidMessage(f"{name} must be printable text that is not empty, not {shown(text)}")
+    text = _text(name, value, KEY_CHARS_MAX)
+    if not text.isprintable():
+        raise InvalidMessage(f"{name} must be printable text, not {shown(text)}")
     return text
 
 

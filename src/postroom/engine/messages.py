@@ -94,6 +94,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True):
     service: str = ""
     idempotency_key: str = ""
     ordering_key: str = ""
+    on_dead: str = "continue"
     traceparent: str = ""
     tracestate: str = ""
     hop: int = 0
@@ -183,12 +184,25 @@ def message_of(
         service=body.service,
         idempotency_key=body.idempotency_key,
         ordering_key=body.ordering_key,
+        on_dead=body.on_dead,
         traceparent=body.traceparent,
         tracestate=body.tracestate,
         hop=body.hop,
         operation=body.operation,
         extra=body.extra,
     )
+
+
+def fields_of(message: Message) -> dict[str, Any]:
+    """A message as the keywords of a submit. A submit of them repeats the message."""
+    fields: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(msgspec.Raw,))
+    fields |= fields.pop("extra")
+    fields["priority"] = fields.pop("accepted_priority")
+    for name in ("idempotency_key", "ordering_key"):
+        fields[name] = fields[name] or None
+    if not fields["hop"]:
+        del fields["hop"]  # only the engine counts hops, so a call over HTTP cannot have one
+    return fields
 
 
 def result_of(stored: Stored) -> Any:

@@ -1,7 +1,8 @@
 """Versions of the message format: which are accepted, and how old ones are migrated.
 
 Rule 1: the current major version and the previous one are accepted.
-Rule 2: a newer minor version may have fields that we do not know. They are kept and returned.
+Rule 2: a newer minor version, or any of the previous major version, may have fields that we do not know.
+        They are kept and returned.
 """
 
 import re
@@ -42,6 +43,11 @@ def checked(text: object, current: str = CURRENT_VERSION) -> Version:
     return version
 
 
+def is_same_major(text: str, current: str) -> bool:
+    """Whether a checked version is of the current major version."""
+    return text == current or text.partition(".")[0] == current.partition(".")[0]
+
+
 def migrated(
     fields: dict[str, Any], migrations: Mapping[int, Migration], current: str = CURRENT_VERSION
 ) -> dict[str, Any]:
@@ -59,4 +65,4 @@ def migrated(
 def may_have_unknown_fields(text: object, current: str = CURRENT_VERSION) -> bool:
     """Whether a message of this version may have fields that the current version does not know."""
     version, ours = checked(text, current), parse(current)
-    return version.major == ours.major and version.minor > ours.minor
+    return version.major < ours.major or version.minor > ours.minor

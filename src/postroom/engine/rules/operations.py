@@ -100,7 +100,7 @@ class Operations:
                 answers[index] = known
             elif key[1] and key in keys:
                 first = messages[keys[key]]
-                if message.digest != first.digest:
+                if not message.repeats(first.digest):
                     raise KeyReused(key[1], first.envelope.message_id or "of the same call")
             else:
                 keys[key] = index
@@ -132,7 +132,7 @@ class Operations:
         kept_us = round(self._policy.keep_keys_s * MICROS_PER_S)
         if used is None or used.seen_us < self.transaction.wall_us - kept_us:
             return None
-        if used.digest != message.digest:
+        if not message.repeats(used.digest):
             raise KeyReused(key, used.message_id)
         record = self.transaction.records.get(used.message_id)
         if record is None:
@@ -147,7 +147,7 @@ class Operations:
             message_id = message.envelope.message_id
             if message_id in known and message_id not in digests:
                 digests[message_id] = self._digest(message_id)
-            if message_id and digests.setdefault(message_id, message.digest) != message.digest:
+            if message_id and not message.repeats(digests.setdefault(message_id, message.digest)):
                 raise KeyReused(message_id, message_id, f"message {message_id} has different content")
 
     def _digest(self, message_id: str) -> str:

@@ -48,8 +48,10 @@ from postroom.engine.work.handlers import (
     timeout_of,
 )
 from postroom.engine.work.isolation import ProcessDied, limit_memory, needs_process, run_alone
+from postroom.engine.work.migrations import current
 from postroom.engine.work.relay import Line, RelayedCalls, serve
 from postroom.errors import (
+    InvalidMessage,
     PostroomError,
     SandboxUnavailable,
     TokensExhausted,
@@ -350,31 +352,35 @@ class Worker:
     async def _outcome(self, running: _Running, apart: Apart) -> Outcome:
         """Run the handler of a message, and turn what happens into an outcome."""
         claimed = running.claimed
-        handler = self._handlers.of_type(claimed.type)
-        if handler is None:
-            return failed(
-                claimed, None, LookupError(f"no handler for type {claimed.type}"), error_type="NoHandler"
-            )
         if claimed.body is None:
             text = "the stored message cannot be decoded"
             return failed(claimed, None, ValueError(text), error_type="Undecodable")
+        try:
+            given = current(self._core, claimed, claimed.body, apart)
+        except InvalidMessage as error:
+            return failed(claimed, None, error)
+        handler = self._handlers.of_type(given.type)
+        if handler is None:
+            return failed(
+                claimed, None, LookupError(f"no handler for type {given.type}"), error_type="NoHandler"
+            )
         additions = self._core.additions
         message: Message | None = None
         try:
-            shaped = self._core.registry.shaped(claimed.type, apart.payload or bytes(claimed.body.payload))
-            context_apart = None if apart.context is None else decoded_value(apart.context)
+            shaped = self._core.registry.shaped(given.type, given.payload)
+            context_apart = None if given.context is None else decoded_value(given.context)
             record = claimed.record
             message = message_of(
-                record, claimed.type, claimed.parent_message_id, claimed.body, shaped, context_apart
+                record, given.type, claimed.parent_message_id, given.body, shaped, context_apart
             )
             new_context = additions.new_context or Context
             context = running.context = new_context(
                 self._core, message, record.lease, record.attempt, claimed.grant
             )
-            if claimed.type in additions.before:
-                await additions.before[claimed.type](message)
+            if given.type in additions.before:
+                await additions.before[given.type](message)
             if needs_process(record, message, handler.pool) and not self._handlers.is_own(
-                claimed.type, handler
+                given.type, handler
             ):
                 return await self._alone(claimed, handler, message, context)
             if handler.batch > 1:
