@@ -263,8 +263,8 @@ class Act:
         self.wait(orders, "COMPLETED")
         charges = Counter(noted(self.notes / "charges.txt"))
         total = f"charged {charges.total()} times in all"
-        self.say("zen", "replayed", f"{len(replayed)} orders, all done; {total}")
-        return sorted(replayed) == sorted(orders) and charges == Counter(orders)
+        self.say("zen", "replayed", f"{replayed.replayed} orders, all done; {total}")
+        return sorted(replayed.message_ids) == sorted(orders) and charges == Counter(orders)
 
     # ---- the proof -----------------------------------------------------------------------------------
 

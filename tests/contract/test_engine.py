@@ -489,9 +489,9 @@ def test_replay_runs_again_and_dry_run_does_not(world: EngineUnderTest) -> None:
 
     handle = world.submit(type="model_call", priority=2)
     world.run_all()
-    assert world.wait(world.engine.dlq.replay(dry_run=True)) == [handle.message_id]
+    assert world.wait(world.engine.dlq.replay(dry_run=True)).message_ids == [handle.message_id]
     assert world.state(handle) == "DEAD_LETTER"
-    assert world.wait(world.engine.dlq.replay(priority=0, type="model_call")) == [handle.message_id]
+    assert world.wait(world.engine.dlq.replay(priority=0, type="model_call")).replayed == 1
     assert world.wait(world.engine.get(handle.message_id)).priority == 0
     world.run_all()
     assert world.wait(handle.result()) == "done"
@@ -776,8 +776,10 @@ def test_process_deaths_count_apart_from_retries_and_quarantine(
     [letter] = world.wait(world.engine.dlq.list())
     assert "Poison" in letter.failure_reason
     assert "is QUARANTINED: its own process died 3 times" in world.wait(handle.explain())
-    assert not world.wait(world.engine.dlq.replay())
-    assert world.wait(world.engine.dlq.replay([handle.message_id])) == [handle.message_id]
+    done = world.wait(world.engine.dlq.replay())
+    assert (done.replayed, done.refused) == (0, 1)
+    assert done.reasons == {"it is quarantined: replay it by its id": 1}
+    assert world.wait(world.engine.dlq.replay([handle.message_id])).message_ids == [handle.message_id]
     [claimed] = world.claim()
     assert not poison.runs_alone(claimed.record)
 

@@ -179,8 +179,10 @@ def test_dead_letters_are_listed_replayed_and_purged(
             boss.result(message_id, timeout_s=HANG_GUARD_S)
     assert [letter["message_id"] for letter in boss.dlq.list(org_id="dead")] == ids
     assert boss.dlq.show(ids[0])["failure_reason"] == "ValueError: no such thing"
-    assert boss.dlq.replay(org_id="dead", dry_run=True) == ids
-    assert boss.dlq.replay(org_id="dead", limit=2, rate_per_s=1000, priority=3) == ids[:2]
+    assert boss.dlq.replay(org_id="dead", dry_run=True).message_ids == ids
+    done = boss.dlq.replay(org_id="dead", limit=2, rate_per_s=1000, priority=3)
+    assert (done.replayed, done.refused, done.left, done.message_ids) == (2, 0, 1, ids[:2])
+    assert done.reasons == {"beyond the limit of 2": 1}
     for message_id in ids[:2]:
         until(lambda message_id=message_id: boss.get(message_id).attempt == 2)  # type: ignore[misc]
         with pytest.raises(MessageFailed):
@@ -222,7 +224,7 @@ def test_the_commands_work_through_a_server(command: Any, worker: Engine) -> Non
     ).line["message_id"]
     until(lambda: command("dlq", "list", "--org", "shell").lines)
     assert command("dlq", "show", dead).line["state"] == "DEAD_LETTER"
-    assert command("dlq", "replay", "--org", "shell", "--dry-run").line == {"message_id": dead}
+    assert command("dlq", "replay", "--org", "shell", "--dry-run").line["message_ids"] == [dead]
     assert command("dlq", "purge", dead).line == {"message_id": dead}
     assert command("dlq", "list", "--org", "shell").lines == []
 

@@ -405,7 +405,10 @@ def test_dead_letters_are_listed_replayed_and_purged(server: Server, worker: Eng
     shown = server.get("caller", f"/engine/dlq/{first}").json
     assert shown["failure_reason"] == "ValueError: no such thing"
     dry = server.post("boss", "/engine/dlq/replay", message_ids=[first], dry_run=True)
-    assert (dry.status, dry.json) == (202, {"message_ids": [first]})
+    assert (dry.status, dry.json) == (
+        202,
+        {"replayed": 1, "refused": 0, "left": 0, "reasons": {}, "message_ids": [first]},
+    )
     assert server.post("boss", "/engine/dlq/replay", message_ids=[first], priority=1).status == 202
     until(lambda: server.get("boss", path_of(first)).json["attempt"] == 2)
     until(lambda: server.get("boss", path_of(first)).json["state"] == "DEAD_LETTER")

@@ -288,7 +288,8 @@ def test_a_dead_letter_is_shown_previewed_and_replayed(server: Serving) -> None:
             assert (await call(admin, "result", id=message_id))["state"] == "DEAD_LETTER"
             is_mended = True
             replayed = await call(admin, "replay", message_ids=[message_id], dry_run=False)
-            assert replayed == {"message_ids": [message_id], "dry_run": False}
+            done = {"replayed": 1, "refused": 0, "left": 0, "reasons": {}, "message_ids": [message_id]}
+            assert replayed == {**done, "dry_run": False}
             ended = await awaited(admin, "wait_for", "ended", id=message_id)
             assert (ended["state"], ended["result"]) == ("COMPLETED", "done")
             assert (await call(admin, "dead_letters", org_id="mended"))["letters"] == []

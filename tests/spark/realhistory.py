@@ -126,7 +126,7 @@ class World:
             self.engine.clock.advance(61)
             self.engine.run_all()
         dlq = self.engine.engine.dlq
-        assert len(self.engine.wait(dlq.replay(type="tool_call"))) == 1
+        assert self.engine.wait(dlq.replay(type="tool_call")).replayed == 1
         self.engine.run_all()
 
     def _order_and_pause(self) -> None:

@@ -161,8 +161,8 @@ def test_dead_letter_search_stops_at_its_bound_and_continues(engine: Engine) -> 
         wanted = dlq.checked_filters(filters)
         return engine.store.read(lambda t: dlq.search(Operations(t, engine.policy), wanted, looked_max))
 
-    assert search(4, type="none") == FoundLetters([], ids[3])  # a million that do not fit cost four
-    assert search(4, type="none", after=ids[3]) == FoundLetters([], "")
+    assert search(4, type="none")[:2] == ([], ids[3])  # a million that do not fit cost four
+    assert search(4, type="none", after=ids[3]) == FoundLetters([], "", 0)
     found = search(100, limit=2)
     assert ([letter.message_id for letter in found.letters], found.last) == (ids[:2], ids[1])
 

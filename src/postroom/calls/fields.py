@@ -21,6 +21,7 @@ RETRIES_MAX = 1_000
 CLAIM_MAX = 1_000
 ENQUEUE_MANY_MAX = 1_000
 LETTERS_MAX = 1_000
+REPLAYED_NAMED_MAX = 1_000  # ids in the answer of one replay
 OPEN_REQUESTS_MAX = 1_000  # of one agent
 BOUNCES_A_READ_MAX = 100
 NAMES_MAX = 1_000  # in one permission of a token

@@ -11,6 +11,7 @@ from postroom.calls.fields import (
     ENQUEUE_MANY_MAX,
     FORMAT_VERSION,
     LETTERS_MAX,
+    NUMBER_MAX,
     PAGE_DEFAULT,
     TOKENS_MAX,
     WAIT_S_MAX,
@@ -233,27 +234,43 @@ class ReadReceipts(_OfMessage, frozen=True, kw_only=True):
 # ---- dead letters ------------------------------------------------------------------------------------
 
 
-class ListLetters(Verb, frozen=True, kw_only=True):
-    """Dead letters in the order of acceptance.
+class _LetterFilters(Verb, frozen=True, kw_only=True):
+    """Which dead letters."""
 
-    `after` is the id of the last dead letter of the previous page.
-    """
-
-    org_id: Name | UnsetType = UNSET
+    org_id: Name | UnsetType = UNSET  # not None: a query has no null
     type: Text | UnsetType = UNSET
     error_type: Text | UnsetType = UNSET
+    goal_id: Text | UnsetType = UNSET
+    agent_id: Text | UnsetType = UNSET
+    service: Text | UnsetType = UNSET
+    """The service that the last attempt called, or that the message names."""
+    failure: Text | UnsetType = UNSET
+    """Text in the failure reason, in upper or lower case."""
     since: str | UnsetType = UNSET
     until: str | UnsetType = UNSET
-    limit: Annotated[int, Meta(ge=1, le=LETTERS_MAX)] = PAGE_DEFAULT
     after: Id | UnsetType = UNSET
-
-    route: ClassVar[Route] = get("/engine/dlq", "letter.list")
+    """The last dead letter of an earlier answer: only later ones."""
 
     @property
     def filters(self) -> dict[str, Any]:
         """The filters that the caller set."""
         fields = msgspec.structs.asdict(self)
-        return {name: value for name, value in fields.items() if value is not UNSET}
+        return {
+            name: value
+            for name, value in fields.items()
+            if value is not UNSET and name not in ("message_ids", "dry_run", "priority")
+        }
+
+
+class ListLetters(_LetterFilters, frozen=True, kw_only=True):
+    """Dead letters in the order of acceptance.
+
+    `after` is the id of the last dead letter of the previous page.
+    """
+
+    limit: Annotated[int, Meta(ge=1, le=LETTERS_MAX)] = PAGE_DEFAULT
+
+    route: ClassVar[Route] = get("/engine/dlq", "letter.list")
 
 
 class ShowLetter(_OfMessage, frozen=True, kw_only=True):
@@ -264,24 +281,28 @@ class ShowLetter(_OfMessage, frozen=True, kw_only=True):
     )
 
 
-class _ChooseLetters(Verb, frozen=True, kw_only=True):
-    """Which dead letters: by ids, or by filters."""
+class _ChooseLetters(_LetterFilters, frozen=True, kw_only=True):
+    """Which dead letters: by ids, or by filters. All that match, unless there is a `limit`."""
 
-    message_ids: Annotated[list[Id], Meta(min_length=1, max_length=LETTERS_MAX)] | None = None
-    org_id: Name | None = None
-    type: Text | None = None
-    error_type: Text | None = None
-    since: str | None = None
-    until: str | None = None
-    limit: Annotated[int, Meta(ge=1, le=LETTERS_MAX)] = PAGE_DEFAULT
+    message_ids: Annotated[list[Id], Meta(min_length=1, max_length=LETTERS_MAX)] | UnsetType = UNSET
+    limit: Annotated[int, Meta(ge=1, le=NUMBER_MAX)] | UnsetType = UNSET
     dry_run: bool = False
-    """Change nothing, and reply with the ids only."""
+    """Change nothing, and reply with what would be done."""
 
-    @property
-    def filters(self) -> dict[str, Any]:
-        """The filters that the caller set."""
-        names = ("org_id", "type", "error_type", "since", "until", "limit")
-        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+class Replayed(msgspec.Struct, frozen=True):
+    """What a replay did, or would do with `dry_run`."""
+
+    replayed: int
+    """How many dead letters were queued again."""
+    refused: int
+    """How many match and cannot run again."""
+    left: int
+    """How many match and were not reached: beyond the limit, or after a commit that failed."""
+    reasons: dict[str, int]
+    """Why dead letters were refused or left, and how many for each reason."""
+    message_ids: list[str]
+    """The first `REPLAYED_NAMED_MAX` of those that were queued again."""
 
 
 class Replay(_ChooseLetters, frozen=True, kw_only=True):
@@ -289,7 +310,7 @@ class Replay(_ChooseLetters, frozen=True, kw_only=True):
 
     priority: Priority | None = None
 
-    route: ClassVar[Route] = post("/engine/dlq/replay", "letter.replay", MessagesAnswer)
+    route: ClassVar[Route] = post("/engine/dlq/replay", "letter.replay", Replayed)
 
 
 class Purge(_ChooseLetters, frozen=True, kw_only=True):

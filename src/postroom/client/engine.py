@@ -24,10 +24,11 @@ from typing import Any, Literal, TypeAlias, Unpack
 
 import msgspec
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from postroom.calls import agents, goals, messages
 from postroom.calls.agents import RegisteredAnswer
-from postroom.calls.messages import MessagesAnswer, Submit
+from postroom.calls.messages import MessagesAnswer, Replayed, Submit
 from postroom.calls.submit import ChildFields, MessageOptions
 from postroom.client import arguments
 from postroom.client.calls import HttpClient, deadline_after
@@ -37,11 +38,14 @@ from postroom.errors import (
     InvalidMessage,
     MessageFailed,
     StreamRestarted,
+    UnknownTask,
     Unreachable,
+    WrongState,
     failure_of,
 )
 
 WAIT_S_MAX = 30.0  # of one request; a longer wait is several
+CHANGE_TIMEOUT_S = 600.0  # of a replay or a purge of all that match
 ANSWERED_KEPT_MAX = 10_000
 FINAL_PARTS = ("result", "stream_complete", "error")
 
@@ -278,7 +282,7 @@ class DeadLetterCalls:
         self._client = client
 
     def list(self, **filters: Any) -> Rows:
-        """Dead letters by acceptance: org_id, type, error_type, since, until, limit."""
+        """Dead letters by acceptance, with the filters of `Engine.dlq.list`."""
         return list(self._client.call(messages.ListLetters(**_texts(filters)))["letters"])
 
     def show(self, message_id: str) -> dict[str, Any]:
@@ -293,25 +297,46 @@ class DeadLetterCalls:
         priority: int | None = None,
         rate_per_s: float | None = None,
         **filters: Any,
-    ) -> Ids:
-        """Queue dead letters again; returns their ids. With `rate_per_s`, one request for each."""
-        chosen = _choice(message_ids, filters)
+    ) -> Replayed:
+        """Queue dead letters again: those named, else all that match the filters of `list`.
+
+        With `rate_per_s`, one request for each.
+        """
+        asked = messages.Replay(**_choice(message_ids, filters), priority=priority, dry_run=dry_run)
         if rate_per_s is None or dry_run:
-            return self._changed(messages.Replay(**chosen, priority=priority, dry_run=dry_run))
-        found = self._changed(messages.Replay(**chosen, priority=priority, dry_run=True))
-        for message_id in found:
-            self._changed(messages.Replay(message_ids=[message_id], priority=priority))
-            time.sleep(1 / rate_per_s)
-        return found
+            return self._replay(asked)
+        return self._replay_slowly(asked, 1 / rate_per_s)
+
+    def _replay(self, verb: messages.Replay) -> Replayed:
+        answer = self._client.call(verb, retries=0, timeout_s=max(CHANGE_TIMEOUT_S, self._client.timeout_s))
+        return self._client.converted(answer, Replayed)
+
+    def _replay_slowly(self, asked: messages.Replay, pause_s: float) -> Replayed:
+        """Ask which dead letters a replay would queue, and replay each of them by its id."""
+        plan = page = self._replay(replace(asked, dry_run=True))
+        seen, gone = 0, 0
+        while page.message_ids:
+            for message_id in page.message_ids:
+                try:
+                    self._replay(messages.Replay(message_ids=[message_id], priority=asked.priority))
+                except (UnknownTask, WrongState):
+                    gone += 1
+                time.sleep(pause_s)
+            seen += len(page.message_ids)
+            if seen >= plan.replayed:
+                break
+            rest = replace(asked, dry_run=True, after=page.message_ids[-1], limit=plan.replayed - seen)
+            page = self._replay(rest)
+        reasons = {**plan.reasons, "it was replayed or purged meanwhile": gone} if gone else plan.reasons
+        return replace(plan, replayed=seen - gone, refused=plan.refused + gone, reasons=reasons)
 
     def purge(
         self, message_ids: Iterable[str] | None = None, *, dry_run: bool = False, **filters: Any
     ) -> Ids:
-        """Delete dead letters; returns their ids."""
-        return self._changed(messages.Purge(**_choice(message_ids, filters), dry_run=dry_run))
-
-    def _changed(self, verb: messages.Replay | messages.Purge) -> Ids:
-        return self._client.converted(self._client.call(verb, retries=0), MessagesAnswer).message_ids
+        """Delete dead letters, without ids all that match; returns their ids."""
+        verb = messages.Purge(**_choice(message_ids, filters), dry_run=dry_run)
+        answer = self._client.call(verb, retries=0, timeout_s=max(CHANGE_TIMEOUT_S, self._client.timeout_s))
+        return self._client.converted(answer, MessagesAnswer).message_ids
 
 
 def _choice(message_ids: Iterable[str] | None, filters: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,21 +2,32 @@
 
 import asyncio
 import base64
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import msgspec
+from msgspec.structs import replace
 
-from postroom.calls.fields import LETTERS_MAX
+from postroom.calls.fields import LETTERS_MAX, NUMBER_MAX, REPLAYED_NAMED_MAX
+from postroom.calls.messages import Replayed
 from postroom.calls.submit import AttemptError
 from postroom.core.formats.jsoninput import ReadValue, decoded_value
 from postroom.core.times import epoch_ns_of, parse_utc, utc_text
-from postroom.engine.messages import checked_message_id, decode_body, error_history, fields_of, message_of
+from postroom.engine.messages import (
+    body_of,
+    checked_message_id,
+    decode_body,
+    error_history,
+    fields_of,
+    message_of,
+)
 from postroom.engine.rules import bodies
 from postroom.engine.rules.operations import Operations
-from postroom.errors import InvalidMessage, UnknownTask, WrongState, clipped, shown
+from postroom.errors import InvalidMessage, Unavailable, UnknownTask, WrongState, clipped, shown
 from postroom.message import Record, Stored
 
 if TYPE_CHECKING:
@@ -27,6 +38,7 @@ Letters: TypeAlias = "list[DeadLetter]"
 
 LETTERS_BYTES_MAX = 32 * 1024 * 1024  # of payloads in one list, and one more payload
 LOOKED_A_READ = 500
+CHANGED_A_COMMIT_MAX = 100  # dead letters that one commit of a replay or a purge changes
 MAX_RETRIES_EXCEEDED = "Max retries exceeded"
 
 
@@ -51,9 +63,15 @@ class Filters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     org_id: str | None = None
     type: str | None = None
     error_type: str | None = None
+    goal_id: str | None = None
+    agent_id: str | None = None
+    service: str | None = None
+    """The service that the last attempt called, or that the message names."""
+    failure: str | None = None
+    """Text in the failure reason, in upper or lower case."""
     since: Any = None
     until: Any = None
-    limit: int = 100
+    limit: int | None = 100
     after: str | None = None
 
 
@@ -63,9 +81,13 @@ class LetterFilters(TypedDict, total=False):
     org_id: str | None
     type: str | None
     error_type: str | None
+    goal_id: str | None
+    agent_id: str | None
+    service: str | None
+    failure: str | None
     since: datetime | str | None
     until: datetime | str | None
-    limit: int
+    limit: int | None
     after: str | None
 
 
@@ -76,7 +98,10 @@ class DeadLetters:
         self._commits = commits
 
     async def list(self, /, **filters: Unpack[LetterFilters]) -> Letters:
-        """Dead letters by acceptance: org_id, type, error_type, since, until, limit."""
+        """Dead letters by acceptance.
+
+        Filters: org_id, type, error_type, goal_id, agent_id, service, failure, since, until, limit, after.
+        """
         wanted = checked_filters(filters)
         return await self._commits.read(lambda operations: letters(operations, wanted))
 
@@ -92,23 +117,34 @@ class DeadLetters:
         priority: int | None = None,
         rate_per_s: float | None = None,
         **filters: Unpack[LetterFilters],
-    ) -> Ids:
-        """Queue dead letters again, each as a new attempt with all its retries; returns their ids.
+    ) -> Replayed:
+        """Queue dead letters again, each as a new attempt with all its retries.
 
-        Without ids, the filters choose, and quarantined messages stay. `dry_run` only returns the ids.
+        Without ids, all that match the filters, and quarantined messages stay. Commits have bounded sizes:
+        what one has queued stays queued when a later one fails. `dry_run` changes nothing.
         """
         if priority is not None and (type(priority) is not int or not 0 <= priority <= 3):  # noqa: PLR2004
             raise InvalidMessage(f"priority must be a whole number from 0 to 3, not {shown(priority)}")
         if rate_per_s is not None and (type(rate_per_s) not in (int, float) or not rate_per_s > 0):
             raise InvalidMessage(f"rate_per_s must be a positive number, not {shown(rate_per_s)}")
-        chosen = await self._chosen(message_ids, filters, replayed=True)
-        if dry_run:
-            return chosen
-        for message_id in chosen:
-            await self._commits.write(partial(_replay, message_id=message_id, priority=priority))
+        tally = _Tally(filters.get("limit"), is_named=message_ids is not None)
+        async for found in self._pages(message_ids, filters, 1 if rate_per_s else CHANGED_A_COMMIT_MAX):
+            chosen = tally.choose(found)
+            if dry_run or not chosen:
+                tally.message_ids += chosen
+                continue
+            try:
+                gone = await self._commits.write(partial(_replay, message_ids=chosen, priority=priority))
+            except Unavailable as error:
+                if not tally.message_ids:
+                    raise
+                tally.stop(str(error), len(chosen))
+                continue
+            tally.refused.update(gone.values())
+            tally.message_ids += [one for one in chosen if one not in gone]
             if rate_per_s is not None:
                 await asyncio.sleep(1 / rate_per_s)
-        return chosen
+        return tally.outcome()
 
     async def purge(
         self,
@@ -117,53 +153,126 @@ class DeadLetters:
         dry_run: bool = False,
         **filters: Unpack[LetterFilters],
     ) -> Ids:
-        """Forget dead letters; returns their ids."""
-        chosen = await self._chosen(message_ids, filters, replayed=False)
-        if not dry_run:
-            for message_id in chosen:
-                await self._commits.control(partial(_forget, message_id=message_id))
+        """Forget dead letters, without ids all that match the filters; returns their ids."""
+        purged: Ids = []
+        limit = filters.get("limit")
+        async for found in self._pages(message_ids, filters, CHANGED_A_COMMIT_MAX):
+            left = None if limit is None else limit - len(purged)
+            chosen = [letter.message_id for letter in found[:left]]
+            if chosen and not dry_run:
+                chosen = await self._commits.control(partial(_forget, message_ids=chosen))
+            purged += chosen
+        return purged
+
+    async def _pages(
+        self, message_ids: Iterable[str] | None, filters: LetterFilters, size: int
+    ) -> AsyncIterator[Letters]:
+        """The dead letters that were named, else all that match the filters, a few at a time."""
+        if message_ids is not None:
+            named = await self._named(message_ids)
+            for start in range(0, len(named), size):
+                yield named[start : start + size]
+            return
+        wanted = replace(checked_filters({"limit": None, **filters}, NUMBER_MAX), limit=size)
+        place: int | None = None
+        while place != 0:
+            look = partial(search, wanted=wanted, looked_max=LOOKED_A_READ, read_value=None, place=place)
+            found = await self._commits.read(look)
+            place = found.place
+            yield found.letters
+
+    async def _named(self, message_ids: Iterable[str]) -> Letters:
+        """The dead letters of these ids. Nothing is changed when one of them is no dead letter."""
+        if isinstance(message_ids, str):
+            message_ids = [message_ids]
+        if not isinstance(message_ids, Iterable):
+            raise InvalidMessage(f"message_ids must be a list of ids, not {shown(message_ids)}")
+        given = dict.fromkeys(map(checked_message_id, message_ids))  # a repeated id counts once
+        return await self._commits.read(
+            lambda operations: [letter_by_id(operations, one, None) for one in given]
+        )
+
+
+class _Tally:
+    """What a replay has done so far."""
+
+    def __init__(self, limit: int | None, *, is_named: bool) -> None:
+        self.message_ids: Ids = []
+        self.refused: Counter[str] = Counter()
+        self._left: Counter[str] = Counter()
+        self._limit = limit
+        self._is_named = is_named
+        self._stopped = ""
+
+    def choose(self, found: Letters) -> Ids:
+        """Those of the dead letters that are replayed; the others are counted."""
+        chosen: list[str] = []
+        for letter in found:
+            if why := refusal_of(letter, is_named=self._is_named):
+                self.refused[why] += 1
+            elif self._stopped:
+                self._left[self._stopped] += 1
+            elif self._limit is not None and len(self.message_ids) + len(chosen) >= self._limit:
+                self._left[f"beyond the limit of {self._limit}"] += 1
+            else:
+                chosen.append(letter.message_id)
         return chosen
 
-    async def _chosen(
-        self, message_ids: Iterable[str] | None, filters: LetterFilters, *, replayed: bool
-    ) -> Ids:
-        if message_ids is not None:
-            if isinstance(message_ids, str):
-                message_ids = [message_ids]
-            if not isinstance(message_ids, Iterable):
-                raise InvalidMessage(f"message_ids must be a list of ids, not {shown(message_ids)}")
-            given = dict.fromkeys(map(checked_message_id, message_ids))  # a repeated id counts once
-            return [await self._commits.read(partial(_checked_id, message_id=one)) for one in given]
-        wanted = checked_filters(filters)
-        found = await self._commits.read(lambda operations: letters(operations, wanted, None))
-        return [
-            letter.message_id
-            for letter in found
-            if not replayed or (letter.can_replay and letter.state == "DEAD_LETTER")
-        ]
+    def stop(self, why: str, count: int) -> None:
+        """A commit failed: its dead letters and all later ones are left."""
+        self._stopped = why
+        self._left[why] += count
+
+    def outcome(self) -> Replayed:
+        return Replayed(
+            replayed=len(self.message_ids),
+            refused=self.refused.total(),
+            left=self._left.total(),
+            reasons=dict(self.refused + self._left),
+            message_ids=self.message_ids[:REPLAYED_NAMED_MAX],
+        )
 
 
-def _replay(operations: Operations, message_id: str, priority: int | None) -> None:
-    operations.replay(message_id, priority)
+def refusal_of(letter: DeadLetter, *, is_named: bool) -> str:
+    """Why a dead letter is not replayed; empty when it is. A quarantined one has to be named by its id."""
+    if not letter.can_replay:
+        return "its bytes cannot be decoded"
+    is_quarantined = letter.state == "QUARANTINED"
+    return "it is quarantined: replay it by its id" if is_quarantined and not is_named else ""
 
 
-def _checked_id(operations: Operations, message_id: str) -> str:
-    return letter_by_id(operations, message_id, None).message_id
+def _replay(operations: Operations, message_ids: Sequence[str], priority: int | None) -> dict[str, str]:
+    """Queue dead letters again. Returns the reasons of those that are no dead letters any more, by id."""
+    gone = {}
+    for message_id in message_ids:
+        try:
+            operations.replay(message_id, priority)
+        except WrongState:
+            gone[message_id] = "it was replayed meanwhile"
+        except UnknownTask:
+            gone[message_id] = "it was purged meanwhile"
+    return gone
 
 
-def _forget(operations: Operations, message_id: str) -> None:
-    letter_by_id(operations, message_id, None)
-    operations.forget([operations.loaded(message_id).record])
+def _forget(operations: Operations, message_ids: Sequence[str]) -> Ids:
+    """Forget dead letters. Returns those that still were dead letters."""
+    forgotten: Ids = []
+    for message_id in message_ids:
+        with suppress(UnknownTask, WrongState):
+            letter_by_id(operations, message_id, None)
+            operations.forget([operations.loaded(message_id).record])
+            forgotten.append(message_id)
+    return forgotten
 
 
-def checked_filters(filters: Mapping[str, Any]) -> Filters:
+def checked_filters(filters: Mapping[str, Any], limit_max: int = LETTERS_MAX) -> Filters:
     """Filters as the caller gave them, checked."""
     try:
         wanted = msgspec.convert(filters, Filters)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise InvalidMessage(f"a filter of dead letters does not fit: {clipped(error)}") from None
-    if not 1 <= wanted.limit <= LETTERS_MAX:
-        raise InvalidMessage(f"limit must be from 1 to {LETTERS_MAX}, not {wanted.limit}")
+    if wanted.limit is not None and not 1 <= wanted.limit <= limit_max:
+        raise InvalidMessage(f"limit must be from 1 to {limit_max}, not {wanted.limit}")
     return wanted
 
 
@@ -173,6 +282,8 @@ class FoundLetters(NamedTuple):
     letters: list[DeadLetter]
     last: str
     """The id of the last dead letter that was looked at; empty when it was the last one of all."""
+    place: int = 0
+    """Its number; 0 when it was the last one of all."""
 
 
 class _Payloads:
@@ -199,15 +310,17 @@ def search(
     wanted: Filters,
     looked_max: int | None = None,
     read_value: ReadValue | None = decoded_value,
+    place: int | None = None,
 ) -> FoundLetters:
     """Dead letters by acceptance. The search stops after `looked_max` of them, or with enough payload bytes.
 
-    Without `read_value`, payloads are not read.
+    Without `read_value`, payloads are not read. It goes on from `place`, which an earlier one returned: the
+    dead letter there may be purged meanwhile.
     """
     found: list[DeadLetter] = []
     looked, payloads = 0, None if read_value is None else _Payloads(read_value)
     since_us, until_us = _us(wanted.since), _us(wanted.until)
-    after = 0 if wanted.after is None else operations.loaded(wanted.after).record.seq
+    after = place or (0 if wanted.after is None else operations.loaded(wanted.after).record.seq)
     while records := operations.dead_letters(wanted.org_id, after, LOOKED_A_READ):
         for record in records:
             is_early, is_late = record.ended_us < since_us, 0 < until_us < record.ended_us
@@ -217,16 +330,29 @@ def search(
             looked += 1
             is_full = payloads is not None and payloads.size >= LETTERS_BYTES_MAX
             if len(found) == wanted.limit or looked == looked_max or is_full:
-                return FoundLetters(found, record.message_id)
+                return FoundLetters(found, record.message_id, record.seq)
         after = records[-1].seq
     return FoundLetters(found, "")
 
 
 def _fits(wanted: Filters, stored: Stored) -> bool:
-    """Whether the type and the error type of a dead letter match the filters."""
+    """Whether a dead letter matches the filters, except for those of its organization and time."""
     types = {entry["error_type"] for entry in error_history(stored)[-1:]}
-    return wanted.type in (None, stored.envelope.type) and (
-        wanted.error_type is None or wanted.error_type in types
+    if wanted.type not in (None, stored.envelope.type) or wanted.error_type not in (None, *types):
+        return False
+    failure = (wanted.failure or "").casefold()
+    if failure and failure not in _reason(stored.record, stored).casefold():
+        return False
+    if wanted.goal_id is wanted.agent_id is wanted.service is None:
+        return True
+    body = body_of(stored.envelope.payload)
+    if body is None:
+        return False
+    called = [event.detail["service"] for event in stored.history if "service" in event.detail][-1:]
+    return (
+        wanted.goal_id in (None, body.goal_id)
+        and wanted.agent_id in (None, body.agent_id)
+        and wanted.service in (None, body.service, *called)
     )
 
 

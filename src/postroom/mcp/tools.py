@@ -48,6 +48,10 @@ Limit = Annotated[
 OnlyType = Annotated[str, Meta(description="Only this message type.")]
 OnlyErrorType = Annotated[str, Meta(description="Only letters whose last error has this type.")]
 OnlyOrg = Annotated[str, Meta(description="Only this organization.")]
+OnlyGoal = Annotated[str, Meta(description="Only this goal.")]
+OnlyAgent = Annotated[str, Meta(description="Only messages of this agent.")]
+OnlyService = Annotated[str, Meta(description="Only letters whose last attempt called this service.")]
+OnlyFailure = Annotated[str, Meta(description="Only letters with this text in their failure reason.")]
 Priority = Annotated[int, Meta(ge=0, le=3, description="0 is the most urgent, 3 the least.")]
 AnyId = Annotated[str, Meta(min_length=1, description="The id that submit, enqueue or ask returned.")]
 AgentName = Annotated[str, Meta(min_length=1, description="The name of the agent, as who_is_there shows it.")]
@@ -534,6 +538,10 @@ class DeadLettersArguments(Arguments, frozen=True, kw_only=True):
 
     type: OnlyType = ""
     error_type: OnlyErrorType = ""
+    goal_id: OnlyGoal = ""
+    agent_id: OnlyAgent = ""
+    service: OnlyService = ""
+    failure: OnlyFailure = ""
     org_id: OnlyOrg = ""
     after: Annotated[str, Meta(description="The id of the last letter of the previous page.")] = ""
     limit: Limit = 20
@@ -545,9 +553,10 @@ async def dead_letters(backend: Backend, given: DeadLettersArguments) -> dict[st
 
 
 class ReplayArguments(Arguments, frozen=True, kw_only=True):
-    """Queue dead letters again, by ids or by filters.
+    """Queue dead letters again: those named by ids, else all that match the filters.
 
-    Without dry_run=false nothing changes: the answer lists the letters that would be queued.
+    Without dry_run=false nothing changes: the answer counts the letters that would be queued. It also says
+    how many were refused or left, and why.
     """
 
     message_ids: Annotated[
@@ -558,17 +567,24 @@ class ReplayArguments(Arguments, frozen=True, kw_only=True):
     ] = []
     type: OnlyType = ""
     error_type: OnlyErrorType = ""
+    goal_id: OnlyGoal = ""
+    agent_id: OnlyAgent = ""
+    service: OnlyService = ""
+    failure: OnlyFailure = ""
     org_id: OnlyOrg = ""
-    limit: Limit = 20
-    dry_run: Annotated[bool, Meta(description="True only lists the letters; false queues them again.")] = True
+    limit: Annotated[int, Meta(ge=0, description="At most this many; 0 for all that match.")] = 0
+    dry_run: Annotated[bool, Meta(description="True only counts the letters; false queues them again.")] = (
+        True
+    )
 
 
 async def replay(backend: Backend, given: ReplayArguments) -> dict[str, Any]:
-    body: dict[str, Any] = {**_filled(given), "dry_run": given.dry_run}
-    if not given.message_ids:
-        body["limit"] = given.limit
-    answer = await backend.ask(messages.Replay(**body))
-    found: dict[str, Any] = {"message_ids": answer["message_ids"], "dry_run": given.dry_run}
+    done = await backend.ask(messages.Replay(**_filled(given) | {"dry_run": given.dry_run}))
+    found: dict[str, Any] = {
+        **done,
+        "message_ids": done["message_ids"][:SEARCH_PAGE_MAX],
+        "dry_run": given.dry_run,
+    }
     return found | ({"next": "call replay with dry_run=false to queue them"} if given.dry_run else {})
 
 

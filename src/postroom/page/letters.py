@@ -231,13 +231,9 @@ def preview(
     is_named: bool,
 ) -> Preview:
     """What a replay of these dead letters would do. A quarantined one is replayed only by its id."""
-    chosen = [one for one in letters if one.can_replay and (is_named or one.state == "DEAD_LETTER")]
-    ids = {letter.message_id for letter in chosen}
-    left_out = Counter(
-        "quarantined: replay them one by one" if letter.can_replay else "their bytes cannot be decoded"
-        for letter in letters
-        if letter.message_id not in ids
-    )
+    refusals = [dlq.refusal_of(letter, is_named=is_named) for letter in letters]
+    chosen = [letter for letter, why in zip(letters, refusals, strict=True) if not why]
+    left_out = Counter(filter(None, refusals))
     kinds = Counter(_pattern_of(letter)[:2] for letter in chosen)
     return Preview(
         [letter.message_id for letter in chosen],

@@ -8,12 +8,11 @@ from typing import Any
 import click
 
 from postroom.cli.engine.options import PRIORITY, message_argument, org_option, type_option, where_options
-from postroom.cli.engine.places import open_place
+from postroom.cli.engine.places import open_place, plain
 from postroom.cli.render import COLUMN_GAP
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, together
 
 LIST_DEFAULT = 100
-LIMIT = click.IntRange(1, 1_000)
 REASON_CHARS_MIN = 20
 
 message_arguments = click.argument("message_ids", metavar="[MESSAGE_ID]...", nargs=-1)
@@ -21,14 +20,22 @@ filter_options = together(
     org_option,
     type_option,
     click.option("--error-type", metavar="NAME", help="Only those whose last error is of this class."),
+    click.option("--goal", "goal_id", metavar="GOAL_ID", help="Only those of this goal."),
+    click.option("--agent", "agent_id", metavar="NAME", help="Only those of this agent."),
+    click.option("--service", metavar="NAME", help="Only those whose last attempt called this service."),
+    click.option("--failure", metavar="TEXT", help="Only those with this text in the failure reason."),
     click.option("--since", metavar="TIME", help="Only those that died since TIME (RFC 3339)."),
     click.option("--until", metavar="TIME", help="Only those that died until TIME (RFC 3339)."),
-    click.option(
-        "--limit", type=LIMIT, default=LIST_DEFAULT, show_default=True, metavar="N", help="At most N of them."
-    ),
+)
+page_option = click.option(
+    "--limit", type=click.IntRange(1, 1_000), default=LIST_DEFAULT, show_default=True, metavar="N",
+    help="At most N of them.",
+)  # fmt: skip
+limit_option = click.option(
+    "--limit", type=click.IntRange(1), metavar="N", help="At most N of them.  [default: all that match]"
 )
 dry_run_option = click.option("--dry-run", is_flag=True, help="Change nothing, only print the ids.")
-all_option = click.option("--all", "every", is_flag=True, help="Every dead letter, up to --limit.")
+all_option = click.option("--all", "every", is_flag=True, help="Every dead letter.")
 
 
 @click.group(context_settings=HELP_OPTIONS)
@@ -45,6 +52,7 @@ def dlq() -> None:
 @dlq.command(name="list")
 @where_options
 @filter_options
+@page_option
 @click.pass_obj
 def list_letters(
     shell: Shell, /, data: Path | None, url: str | None, token: str | None, **options: Any
@@ -107,6 +115,7 @@ def show(shell: Shell, message_id: str, data: Path | None, url: str | None, toke
 @message_arguments
 @where_options
 @filter_options
+@limit_option
 @all_option
 @dry_run_option
 @click.option("--priority", type=PRIORITY, metavar="N", help="Replay with this priority.")
@@ -130,7 +139,7 @@ def replay(
 ) -> None:
     """Queue dead letters again, each with all its retries.
 
-    Takes ids, or chooses by filters. Quarantined messages are replayed by their ids only.
+    Takes ids, or all that match the filters. Quarantined messages are replayed by their ids only.
 
     \b
     Example:
@@ -140,16 +149,26 @@ def replay(
     """
     filters = chosen_filters(message_ids, every, options)
     with open_place(shell, data, url, token) as place:
-        replayed = place.dlq.replay(
+        done = place.dlq.replay(
             list(message_ids) or None, dry_run=dry_run, priority=priority, rate_per_s=rate_per_s, **filters
         )
-    print_ids(shell, replayed, "would be replayed" if dry_run else "wait again, with all their retries")
+    ends = "would be replayed" if dry_run else "wait again, with all their retries"
+    if shell.output.readable:
+        for message_id in done.message_ids:
+            shell.output.sentence(message_id)
+        shell.output.sentence(f"{done.replayed} dead letters {ends}")
+        if done.reasons:
+            why = "; ".join(f"{reason}: {count}" for reason, count in done.reasons.items())
+            shell.output.sentence(f"{done.refused} refused, {done.left} left ({why})")
+    else:
+        shell.output.json_line(plain(done))
 
 
 @dlq.command()
 @message_arguments
 @where_options
 @filter_options
+@limit_option
 @all_option
 @dry_run_option
 @click.pass_obj
@@ -174,7 +193,13 @@ def purge(
     filters = chosen_filters(message_ids, every, options)
     with open_place(shell, data, url, token) as place:
         purged = place.dlq.purge(list(message_ids) or None, dry_run=dry_run, **filters)
-    print_ids(shell, purged, "would be forgotten" if dry_run else "are forgotten")
+    if shell.output.readable:
+        for message_id in purged:
+            shell.output.sentence(message_id)
+        shell.output.sentence(f"{len(purged)} dead letters {'would be' if dry_run else 'are'} forgotten")
+    else:
+        for message_id in purged:
+            shell.output.json_line({"message_id": message_id})
 
 
 def _fields(letter: Any) -> dict[str, Any]:
@@ -193,24 +218,13 @@ def filters_of(options: dict[str, Any]) -> dict[str, Any]:
 def chosen_filters(message_ids: tuple[str, ...], every: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Filters that choose dead letters; empty when ids do. Nothing is chosen by accident."""
     filters = filters_of(options)
-    limit = filters.pop("limit")
-    by_filter = bool(filters) or every
+    by_filter = bool(filters.keys() - {"limit"}) or every
     if by_filter == bool(message_ids):
         raise click.UsageError(
-            "name dead letters by MESSAGE_ID, or choose them: --org, --type, --error-type, --since, --until, "
-            "or --all"
+            "name dead letters by MESSAGE_ID, or choose them: --org, --type, --error-type, --goal, --agent, "
+            "--service, --failure, --since, --until, or --all"
         )
-    return {**filters, "limit": limit} if by_filter else {}
-
-
-def print_ids(shell: Shell, message_ids: list[str], what: str) -> None:
-    if shell.output.readable:
-        for message_id in message_ids:
-            shell.output.sentence(message_id)
-        shell.output.sentence(f"{len(message_ids)} dead letters {what}")
-    else:
-        for message_id in message_ids:
-            shell.output.json_line({"message_id": message_id})
+    return filters if by_filter else {}
 
 
 add_json_option(dlq)

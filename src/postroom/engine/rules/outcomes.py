@@ -187,10 +187,14 @@ class Outcomes:
             elif not outcome.is_final:
                 delay_ns = rule.delay_ns(record.retries, outcome.spread)
             lane = record.lane if outcome.keeps_priority else demoted(record.priority, record.retries + 1)
-            return lifecycle.fail(
+            step = lifecycle.fail(
                 record, moment, outcome.lease, outcome.error,
                 error_type=outcome.error_type, delay_ns=delay_ns, lane=lane,
             )  # fmt: skip
+            if step is None or outcome.service is None:
+                return step
+            failed, *others = step.events  # the message may not name the service that its handler calls
+            return Step(step.record, (replace(failed, detail={"service": outcome.service.name}), *others))
 
         is_first = self._apply(outcome, decide)
         self._settle_failure(outcome)

@@ -25,6 +25,7 @@ from postroom.calls.messages import (
     Pause,
     Purge,
     Replay,
+    Replayed,
     Resume,
     ScopeAnswer,
     ShowMessage,
@@ -430,18 +431,18 @@ def shown_letter(identity: Identity, letter: dlq.DeadLetter) -> dict[str, Any]:
     return fields
 
 
-async def replay(server: TaskServer, request: HttpRequest) -> MessagesAnswer:
+async def replay(server: TaskServer, request: HttpRequest) -> Replayed:
     call: Replay = request.call
     chosen, filters = await _operated_letters(server, request, call, "letter.replay")
-    replayed = await server.engine.dlq.replay(chosen, dry_run=call.dry_run, priority=call.priority, **filters)
-    return _changed(server, request, "replayed", replayed, is_dry=call.dry_run)
+    done = await server.engine.dlq.replay(chosen, dry_run=call.dry_run, priority=call.priority, **filters)
+    return replace(done, message_ids=_changed(server, request, "replayed", done.message_ids, call))
 
 
 async def purge(server: TaskServer, request: HttpRequest) -> MessagesAnswer:
     call: Purge = request.call
     chosen, filters = await _operated_letters(server, request, call, "letter.purge")
     purged = await server.engine.dlq.purge(chosen, dry_run=call.dry_run, **filters)
-    return _changed(server, request, "purged", purged, is_dry=call.dry_run)
+    return MessagesAnswer(_changed(server, request, "purged", purged, call))
 
 
 async def _operated_letters(
@@ -449,16 +450,21 @@ async def _operated_letters(
 ) -> tuple[list[str] | None, dict[str, Any]]:
     """The messages and the filters of a change. An operator of one organization changes only its letters."""
     identity, filters = request.identity, body.filters
+    named = None if body.message_ids is UNSET else body.message_ids
     if visible_org(identity) is None:
-        return body.message_ids, filters
-    named = body.message_ids
+        return named, filters
     if named is None:
-        return None, {**filters, "org_id": operated_org(identity, action, body.org_id or "")}
+        filters["org_id"] = operated_org(identity, action, filters.get("org_id", ""))
 
-    def work(operations: Operations) -> list[str]:
-        return [visible(operations, message_id, identity).message_id for message_id in named]
+    def stored(operations: Operations, message_ids: Sequence[str]) -> list[str]:
+        return [visible(operations, message_id, identity).message_id for message_id in message_ids]
 
-    return await server.read_for(request, lambda: _read(server, work)), filters
+    async def look(message_ids: Sequence[str]) -> list[str]:
+        return await server.read_for(request, lambda: _read(server, partial(stored, message_ids=message_ids)))
+
+    if "after" in filters:
+        [filters["after"]] = await look([filters["after"]])
+    return None if named is None else await look(named), filters
 
 
 def operated_org(identity: Identity, action: str, org_id: str) -> str:
@@ -469,12 +475,12 @@ def operated_org(identity: Identity, action: str, org_id: str) -> str:
 
 
 def _changed(
-    server: TaskServer, request: HttpRequest, event: str, message_ids: list[str], *, is_dry: bool
-) -> MessagesAnswer:
-    for message_id in () if is_dry else message_ids:
+    server: TaskServer, request: HttpRequest, event: str, message_ids: list[str], call: Replay | Purge
+) -> list[str]:
+    """Write changed dead letters into the server log. Returns their ids as the caller sees them."""
+    for message_id in () if call.dry_run else message_ids:
         server.server_log.write(event, task_id=message_id, agent=request.identity.name)
-    org = request.identity.org
-    return MessagesAnswer([unscoped(org, one) for one in message_ids])
+    return [unscoped(request.identity.org, one) for one in message_ids]
 
 
 # ---- the queue -------------------------------------------------------------------------------------
