@@ -216,6 +216,7 @@ def test_demotions_and_classes_are_recorded_and_become_rules(opened: Opened) -> 
         world.wait(world.engine.goals.start("acme", f"g{number}"))
         world.submit(goal_id=f"g{number}", max_retries=1)
         world.run_all()
+        world.wait(world.engine.goals.rollback(f"g{number}#1"))
     taken = world.wait(world.engine.decisions.list(decided=True))
     for kind, choice in (("reversal_class", "COMPENSATABLE"), ("demotion", "keep")):
         found = [one for one in taken if one.kind == kind]

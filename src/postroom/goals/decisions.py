@@ -23,6 +23,7 @@ from postroom.goals.advisers.adviser import asked
 from postroom.goals.goal_cells import (
     CHOICES,
     DECISIONS,
+    EFFECTS,
     PENDING,
     RULES,
     TALLIES,
@@ -55,7 +56,7 @@ def settle(
     said = learned(transaction, org_id, question)
     if said is not None:
         return conclude(transaction, policy, decision, said, "learned")
-    if policy.adviser is None or policy.adviser.is_pure:
+    if not policy.has_model or len(question.options) == 1:
         return conclude(transaction, policy, decision, advice.advise(question), "rule")
     _record(transaction, decision)
     if asks_later:
@@ -168,11 +169,20 @@ def _apply(transaction: Transaction, policy: Policy, decision: Decision) -> None
             )
             if decision.by in ("person", "timeout"):
                 internal.go_on(transaction, policy, org_id, "complete", goal_id=subject["goal_id"])
+        case "reversal_class":
+            _classify(transaction, subject["goal_id"], subject["effects"], decision.choice)
         case "conflict":
             for note_ruling in on_ruling:
                 note_ruling(transaction, policy, decision)
         case _:
             pass
+
+
+def _classify(transaction: Transaction, goal_id: str, numbers: list[int], choice: str) -> None:
+    for number in numbers:
+        effect = EFFECTS.get(transaction, goal_id, number)
+        if effect is not None and not effect.reversal_class:
+            EFFECTS.put(transaction, replace(effect, reversal_class=choice), goal_id, number)
 
 
 on_ruling: Final[list[Callable[[Transaction, Policy, Decision], None]]] = []

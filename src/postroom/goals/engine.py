@@ -9,7 +9,6 @@ from typing import Any, Protocol, Self, TypeVar
 from msgspec.structs import replace
 
 import postroom.goals.extensions  # noqa: F401 - it adds goals to the transactions of the engine
-from postroom.core.goals.advice import ReversalClass
 from postroom.core.tokens.tokens import Grant
 from postroom.engine.blocking import BlockingPart, waits
 from postroom.engine.core import EngineCore
@@ -26,7 +25,6 @@ from postroom.goals.advisers.questions import (
     context_of,
     keeps_priority,
     prompt_additions,
-    reversal_class_of,
 )
 from postroom.goals.builtin_handlers import BuiltIn, Hooks
 from postroom.goals.context_provider import TOKEN_BUDGET, BuiltContext, ContextProvider, GoalContextProvider
@@ -123,9 +121,6 @@ class HandlerContext(Context):
     async def prompt_additions(self) -> list[str]:
         """What recovery has added to the prompt of the message's agent."""
         return await prompt_additions(self._core.commits, self.message)
-
-    async def _reversal_class(self, key: str, reversal: Any) -> ReversalClass | None:
-        return await reversal_class_of(self._core.commits, self.message, key, reversal)
 
     def in_thread(self, wait: Wait) -> "ThreadHandlerContext":
         return ThreadHandlerContext(self, wait)

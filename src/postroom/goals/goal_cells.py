@@ -64,7 +64,8 @@ class GoalEffect(msgspec.Struct, frozen=True, omit_defaults=True):
 
     message_id: str
     key: str
-    reversal_class: ReversalClass
+    reversal_class: ReversalClass | Literal[""]
+    """Empty until the adviser is asked, which is when a rollback needs to know."""
     reversal: dict[str, Any] | None = None
 
 

@@ -26,7 +26,8 @@ from postroom.errors import (
     shown,
 )
 from postroom.goals import decisions, progress, rollback
-from postroom.goals.advisers.questions import context_of
+from postroom.goals.advisers.facts import context_of_goal
+from postroom.goals.advisers.questions import classify, context_of
 from postroom.goals.goal_cells import (
     CHECKPOINTS,
     CHOICES,
@@ -237,6 +238,7 @@ class Goals:
         """
         accepted = checked_keys(accept_irreversible)
         policy = self._commits.policy
+        await classify(self._commits, rollback.goal_id_of(checkpoint_id))
         checkpoint = await self._write(
             lambda transaction: rollback.begin(
                 transaction,
@@ -402,6 +404,7 @@ def ask_about(
         if known is None:
             facts = {
                 "goal_id": goal_id,
+                "context": context_of_goal(transaction, goal_id, goal.org_id),
                 "node_id": conflict.node_id,
                 "property": conflict.name,
                 "base": conflict.base,

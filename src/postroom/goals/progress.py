@@ -194,27 +194,32 @@ def note(transaction: Transaction, goal_id: str, goal: Goal, **facts: Any) -> No
 
 def effect_begun(
     transaction: Transaction,
+    policy: Policy,
     message_id: str,
     key: str,
     intent: Effect,
     reversal_class: ReversalClass | None,
 ) -> Effect:
-    """An effect of a message begins. It gets a number when the message has a live goal."""
+    """An effect of a message begins. It gets a number when the message has a live goal.
+
+    Without a class, a model is asked about an effect with a reversal, once a rollback needs to know.
+    """
     line = GOAL_OF.get(transaction, message_id)
     goal_id = "" if line is None else line.partition(SEPARATOR)[0]
     goal = STATES.get(transaction, goal_id) if goal_id else None
     if goal is None or goal.ended_us:
         return intent
     undo = checked_reversal(intent.reversal)
-    if reversal_class is None:
+    given: str = reversal_class or ""
+    if not given and not (policy.has_model and undo is not None):
         asked = advice.question("reversal_class", {"key": key, "has_reversal": undo is not None})
-        reversal_class = advice.advise(asked).choice  # type: ignore[assignment]
-    if reversal_class == "IRREVERSIBLE":
+        given = advice.advise(asked).choice
+    if given in ("IRREVERSIBLE", ""):
         take(transaction, goal_id, goal, "irreversible", message_id)
         goal = STATES.get(transaction, goal_id) or goal
     number = goal.effects + 1
     STATES.put(transaction, replace(goal, effects=number), goal_id)
-    EFFECTS.put(transaction, GoalEffect(message_id, key, reversal_class, undo), goal_id, number)  # type: ignore[arg-type]
+    EFFECTS.put(transaction, GoalEffect(message_id, key, given, undo), goal_id, number)  # type: ignore[arg-type]
     return replace(intent, number=number)
 
 

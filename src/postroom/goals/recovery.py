@@ -13,10 +13,12 @@ from msgspec.structs import replace
 from postroom.core.goals import advice
 from postroom.core.goals.advice import PERSON, RESTART, ROLLBACK
 from postroom.engine.commits import Commits
-from postroom.engine.messages import body_of, error_history
+from postroom.engine.messages import body_of
 from postroom.engine.rules.cells import SEPARATOR
 from postroom.errors import GoalEnded, InvalidMessage, InvalidSetting, ValidationError
 from postroom.goals import decisions, internal, rollback
+from postroom.goals.advisers.facts import of_message
+from postroom.goals.advisers.questions import classify
 from postroom.goals.goal_cells import (
     CHECKPOINTS,
     MESSAGES,
@@ -31,18 +33,18 @@ from postroom.goals.goal_cells import (
     Rollback,
 )
 from postroom.goals.goals import Goals
-from postroom.goals.rollback import goal_of, later_effects
+from postroom.goals.rollback import goal_of, is_undone, later_effects
 from postroom.stores.transaction import Transaction
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 DEPENDANTS_NAMED_MAX: Final = 20
-HISTORY_NAMED_MAX: Final = 5
 CHECKPOINTS_NAMED_MAX: Final = 3
 CHECKPOINTS_LOOKED_MAX: Final = 100
 PROMPT_CHARS_MAX: Final = 4_000
 PROMPTS_MAX: Final = 20
 ROOTS_MAX: Final = 1_000
+TOOL_CHARS_MAX: Final = 400  # of the description of a tool in a question
 
 
 class Recovery:
@@ -76,7 +78,8 @@ class Recovery:
 
     async def failed(self, goal_id: str, message_id: str) -> None:
         """Ask what to do about a step of a goal that is a dead letter."""
-        tools = tuple(self.tools)
+        tools = {name: described(run) for name, run in self.tools.items()}
+        await classify(self._commits, goal_id)
 
         def work(transaction: Transaction) -> Decision | None:
             return self._ask(transaction, goal_id, message_id, tools)
@@ -86,7 +89,7 @@ class Recovery:
             await decisions.ask(self._commits, decision)
 
     def _ask(
-        self, transaction: Transaction, goal_id: str, message_id: str, tools: tuple[str, ...]
+        self, transaction: Transaction, goal_id: str, message_id: str, tools: dict[str, str]
     ) -> Decision | None:
         goal = STATES.get(transaction, goal_id)
         record = transaction.records.get(message_id)
@@ -99,11 +102,10 @@ class Recovery:
                 f"goal {goal_id} has used {len(goal.tried)} recovery tools, and message {message_id} failed",
             )
             return None
+        refused = _refused(transaction, goal_id, message_id)
+        offered = (*(name for name in tools if name not in refused), PERSON)
         facts = _facts(transaction, goal_id, goal, message_id)
-        offered = (
-            *(name for name in tools if name not in _refused(transaction, goal_id, message_id)),
-            PERSON,
-        )
+        facts["tools"] = {name: text for name, text in tools.items() if name in offered}
         failure = goal.failure
         question = advice.question(
             "recovery",
@@ -275,6 +277,12 @@ class Recovery:
         return await self._commits.write_raw(work, makes_room=True)
 
 
+def described(run: Callable[..., Any]) -> str:
+    """A tool as a person or a model sees it: its arguments, and the first line of its documentation."""
+    said = (inspect.getdoc(run) or "").partition("\n")[0]
+    return f"{inspect.signature(run)} {said}"[:TOOL_CHARS_MAX]
+
+
 # ---- in a transaction ------------------------------------------------------------------------------
 
 
@@ -285,7 +293,7 @@ def _facts(transaction: Transaction, goal_id: str, goal: Goal, message_id: str) 
     return {
         **goal.failure,
         "goal_id": goal_id,
-        "history": [] if stored is None else error_history(stored)[-HISTORY_NAMED_MAX:],
+        **({} if stored is None else of_message(transaction, stored)),
         "dependants": [
             key.rpartition(SEPARATOR)[2]
             for key, _ in OPEN.under(transaction, goal_id, limit=DEPENDANTS_NAMED_MAX)
@@ -328,8 +336,7 @@ def _refused(transaction: Transaction, goal_id: str, message_id: str) -> set[str
 
 def _foreign_irreversible(transaction: Transaction, checkpoint: Checkpoint, message_id: str) -> bool:
     return any(
-        (effect.reversal_class == "IRREVERSIBLE" or effect.reversal is None)
-        and effect.message_id != message_id
+        effect.message_id != message_id and not is_undone(effect)
         for _, effect in later_effects(transaction, checkpoint)
     )
 
@@ -340,8 +347,7 @@ def _own_irreversible(transaction: Transaction, checkpoint_id: str, message_id: 
     return [
         effect.key
         for _, effect in later_effects(transaction, checkpoint)
-        if effect.message_id == message_id
-        and (effect.reversal_class == "IRREVERSIBLE" or effect.reversal is None)
+        if effect.message_id == message_id and not is_undone(effect)
     ]
 
 

@@ -62,12 +62,17 @@ def checkpoint_of(transaction: Transaction, checkpoint_id: object) -> Checkpoint
     return found
 
 
+def goal_id_of(checkpoint_id: object) -> str:
+    """The goal that the id of a checkpoint names."""
+    return str(checkpoint_id).rpartition("#")[0]
+
+
 def _kept_checkpoint(transaction: Transaction, checkpoint_id: str) -> Checkpoint:
     """As `checkpoint_of`. Raises `GoalEnded` for a checkpoint that was removed at the end of its goal."""
     try:
         return checkpoint_of(transaction, checkpoint_id)
     except UnknownCheckpoint:
-        goal_id = str(checkpoint_id).rpartition("#")[0]
+        goal_id = goal_id_of(checkpoint_id)
         goal = STATES.get(transaction, goal_id) if goal_id.isprintable() else None
         if goal is not None and goal.ended_us:
             raise GoalEnded(goal_id, goal.state, "roll back") from None
@@ -86,8 +91,12 @@ def goal_of(transaction: Transaction, goal_id: object) -> Goal:
 
 def later_effects(transaction: Transaction, checkpoint: Checkpoint) -> list[tuple[int, GoalEffect]]:
     """Effects of a goal after a checkpoint, the newest first."""
-    goal_id = checkpoint.goal_id
-    prefix, after = goal_id + SEPARATOR, joined(goal_id, checkpoint.effects)
+    return effects_of(transaction, checkpoint.goal_id, checkpoint.effects)
+
+
+def effects_of(transaction: Transaction, goal_id: str, number: int = 0) -> list[tuple[int, GoalEffect]]:
+    """Effects of a goal after a number, the newest first."""
+    prefix, after = goal_id + SEPARATOR, joined(goal_id, number)
     found: list[tuple[int, GoalEffect]] = []
     while more := [one for one in EFFECTS.scan(transaction, after) if one[0].startswith(prefix)]:
         found += [(int(key.rpartition(SEPARATOR)[2]), effect) for key, effect in more]
@@ -97,7 +106,7 @@ def later_effects(transaction: Transaction, checkpoint: Checkpoint) -> list[tupl
 
 def is_undone(effect: GoalEffect) -> bool:
     """Whether a rollback can undo an effect."""
-    return effect.reversal_class != "IRREVERSIBLE" and effect.reversal is not None
+    return effect.reversal is not None and effect.reversal_class not in ("IRREVERSIBLE", "")
 
 
 # ---- the steps -------------------------------------------------------------------------------------

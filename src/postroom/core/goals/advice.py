@@ -31,6 +31,15 @@ OPTIONS: Final[dict[QuestionKind, tuple[str, ...]]] = {
     "conflict": ("run", "wait", "merge", "cancel", "escalate"),
     "dead_letter": ("keep", "replay", "purge"),
 }
+ASKS: Final[dict[QuestionKind, str]] = {
+    "demotion": "A message failed and is tried again. Does it keep its priority?",
+    "recovery": "A step of a goal failed for good. Which tool goes on with the goal, or does a person?",
+    "reversal_class": "Can this effect be undone, undone with something left visible, or not at all?",
+    "merge": "A goal and main changed the same property. Whose value stays?",
+    "conflict": "A message works on what another message works on now. What happens to it?",
+    "dead_letter": "Messages of one type failed for good with one error. What happens to them?",
+}
+"""The questions in words, for a model."""
 SAFE: Final[dict[QuestionKind, str]] = {
     "demotion": "demote",
     "recovery": PERSON,

@@ -68,7 +68,9 @@ on_purge: Final[list[Forget]] = []
 
 # ---- effects ---------------------------------------------------------------------------------------
 
-on_effect: Final[list[Callable[[Transaction, str, str, Effect, ReversalClass | None], Effect]]] = []
+NoteEffect: TypeAlias = Callable[[Transaction, Policy, str, str, Effect, ReversalClass | None], Effect]
+
+on_effect: Final[list[NoteEffect]] = []
 """An effect of a message is about to begin: message id, key, intent, class. The returned intent is stored."""
 
 on_effect_dropped: Final[list[Callable[[Transaction, str, Effect], None]]] = []

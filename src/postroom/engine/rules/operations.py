@@ -256,7 +256,7 @@ class Operations:
         intent = Effect(record.attempt, self.transaction.wall_us, reversal=reversal, number=number)
         if known is None:
             for note_intent in on_effect:
-                intent = note_intent(self.transaction, message_id, key, intent, reversal_class)
+                intent = note_intent(self.transaction, self._policy, message_id, key, intent, reversal_class)
         EFFECTS.put(self.transaction, intent, message_id, key)
         self._sync(record)
         return None

@@ -179,6 +179,11 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidSetting(f"{name} must be positive, not {shown(getattr(self, name))}")
 
     @property
+    def has_model(self) -> bool:
+        """Whether an adviser answers questions, and not the rules alone."""
+        return self.adviser is not None and not self.adviser.is_pure
+
+    @property
     def promote_after_ns(self) -> tuple[int, ...]:
         """The times of promotion in nanoseconds."""
         return tuple(round(seconds * NANOS_PER_S) for seconds in self.promote_after_s)

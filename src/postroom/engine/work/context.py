@@ -315,7 +315,8 @@ class Context:
         means that nothing happened; a timeout or a lost connection leaves that open.
 
         `reversal` is the type and payload of the message that undoes the effect when its goal is rolled back,
-        and `reversal_class` is REVERSIBLE, COMPENSATABLE or IRREVERSIBLE; without it, the adviser decides.
+        and `reversal_class` is REVERSIBLE, COMPENSATABLE or IRREVERSIBLE. Without a class the adviser decides
+        once a rollback needs to know.
         """
         checked_reversal(reversal)
         if reversal_class is not None and reversal_class not in REVERSAL_CLASSES:
@@ -326,8 +327,6 @@ class Context:
             )
         _check_size("the reversal", key, reversal)
         runs_unknown = on_unknown == "run"
-        if reversal_class is None:
-            reversal_class = await self._reversal_class(key, reversal)
         begin = partial(self.calls.begin_effect, key, reversal, reversal_class)
         try:
             known = await begin(runs_unknown=runs_unknown)
@@ -348,10 +347,6 @@ class Context:
             await self.calls.drop_effect(key)
             raise
         return await self._end(key, outcome)
-
-    async def _reversal_class(self, _key: str, _reversal: Any) -> ReversalClass | None:
-        """The class of an effect whose handler gives none; None leaves it to the rules."""
-        return None
 
     async def _end(self, key: str, outcome: Any) -> Any:
         _check_size("the outcome", key, outcome)

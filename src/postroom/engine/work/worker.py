@@ -24,6 +24,7 @@ import msgspec
 
 from postroom.core.formats.jsoninput import decoded_value
 from postroom.core.lifecycle.fairness import Rotation
+from postroom.core.lifecycle.retry import demoted
 from postroom.engine.additions import noted
 from postroom.engine.messages import Message, message_of
 from postroom.engine.rules import bodies
@@ -50,6 +51,7 @@ from postroom.engine.work.handlers import (
 from postroom.engine.work.isolation import ProcessDied, limit_memory, needs_process, run_alone
 from postroom.engine.work.migrations import current
 from postroom.engine.work.relay import Line, RelayedCalls, serve
+from postroom.engine.work.slots import LentSlots
 from postroom.errors import (
     InvalidMessage,
     PostroomError,
@@ -58,6 +60,7 @@ from postroom.errors import (
     Unavailable,
     ValidationError,
 )
+from postroom.message import Record
 from postroom.stores.transaction import Transaction
 from postroom.system.log import library_log
 
@@ -138,6 +141,7 @@ class Worker:
         self._claims: deque[tuple[float, int, int]] = deque()
         """The time of each claim, how many messages it got, and how many of them were promoted."""
         self._wake = asyncio.Event()
+        self._lent = LentSlots(self._wake.set)
         self._look = asyncio.Event()
         self._stopping = False
         self._threads: ThreadPoolExecutor | None = None
@@ -257,7 +261,8 @@ class Worker:
     async def _cycle(self) -> int:
         """Commit the outcomes, claim for the free slots, and start what was claimed; returns how many."""
         outcomes, self._outcomes = self._outcomes, []
-        free = self.slots + self._batches.waiting - len(self._running) if self._may_claim else 0
+        used = len(self._running) - self._batches.waiting - self._lent.count
+        free = self.slots - used if self._may_claim else 0
         if not outcomes and free <= 0:
             return 0
         services, on_finish = self._handlers.services, self._core.additions.on_finish
@@ -335,6 +340,7 @@ class Worker:
         """Run a handler. Returns the outcome that will be committed; None when the lease is lost."""
         claimed = running.claimed
         outcome: Outcome | None
+        self._lent.enter()
         try:
             outcome = await self._outcome(running, apart)
         except asyncio.CancelledError:
@@ -391,15 +397,17 @@ class Worker:
             return completed(claimed, handler, result, context.used)
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is the outcome of its message
             failure = await _after_parts(running.context, error)
-            return await self._advised(
-                self._failure(claimed, handler, message, failure, running.context), message, failure
-            )
+            made = self._failure(claimed, handler, message, failure, running.context)
+            return await self._advised(made, claimed.record, message, failure)
 
-    async def _advised(self, outcome: Outcome, message: Message | None, error: Exception) -> Outcome:
+    async def _advised(
+        self, outcome: Outcome, record: Record, message: Message | None, error: Exception
+    ) -> Outcome:
         """A failure whose retry keeps its priority when the adviser says so."""
         keeps_priority = self._core.additions.keeps_priority
-        is_open = outcome.kind == "failed" and not outcome.is_final and not outcome.keeps_priority
-        if keeps_priority is None or message is None or not is_open:
+        is_retried = outcome.kind == "failed" and not outcome.is_final and record.retries < record.max_retries
+        sinks = demoted(record.priority, record.retries + 1) != record.lane
+        if keeps_priority is None or message is None or outcome.keeps_priority or not (is_retried and sinks):
             return outcome
         return msgspec.structs.replace(outcome, keeps_priority=await keeps_priority(message, error))
 

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 
 from postroom.core.goals import advice
 from postroom.core.goals.advice import Advice, Question
+from postroom.engine.work.slots import lent_slot
 
 
 class Adviser(ABC):
@@ -31,7 +32,10 @@ async def asked(adviser: Adviser | None, question: Question) -> tuple[Advice, st
     if adviser is None or adviser.is_pure:
         return advice.advise(question), "rule"
     try:
-        answer = await adviser.advise(question)
+        with lent_slot() as may_wait:
+            if not may_wait:
+                return _by_rule(question, "too many questions wait for the adviser"), "rule"
+            answer = await adviser.advise(question)
     except Exception as error:  # noqa: BLE001 - whatever an adviser raises, the rules decide
         return _by_rule(question, f"the adviser failed with {type(error).__name__}"), "rule"
     if not advice.is_valid(answer, question):

@@ -4,39 +4,26 @@ from collections.abc import Sequence
 from typing import Any, Final, TypeAlias, TypedDict, Unpack
 
 from postroom.core.goals import advice
-from postroom.core.goals.advice import Advice, Question, ReversalClass
+from postroom.core.goals.advice import Advice, Question
 from postroom.engine.commits import Commits
 from postroom.engine.dlq import DeadLetter, DeadLetters, LetterFilters
 from postroom.engine.messages import Message
+from postroom.engine.rules.cells import EFFECTS as OUTCOMES
 from postroom.errors import Unavailable, UnknownGoal
 from postroom.goals import decisions, rollback
 from postroom.goals.advisers.adviser import asked
-from postroom.goals.goal_cells import CONTEXTS, GOAL_OF, PROMPTS, DecidedBy
+from postroom.goals.advisers.facts import of_message, quoted
+from postroom.goals.goal_cells import CONTEXTS, PROMPTS, STATES, DecidedBy
 from postroom.stores.transaction import Transaction
 from postroom.system.log import library_log
 
 _log = library_log("postroom.engine")
 
-
-async def reversal_class_of(
-    commits: Commits, message: Message, key: str, reversal: Any
-) -> ReversalClass | None:
-    """The class of an effect of a goal by the adviser; None leaves it to the rules."""
-    adviser = commits.policy.adviser
-    if adviser is None or adviser.is_pure:
-        return None
-    line = await commits.read(lambda operations: GOAL_OF.get(operations.transaction, message.message_id))
-    if line is None:
-        return None
-    facts = {"key": key, "type": message.type, "has_reversal": reversal is not None, "reversal": reversal}
-    question = advice.question("reversal_class", facts, pattern=f"{message.type} {key}")
-    return await _decided(commits, question, message)  # type: ignore[return-value]
+CLASSES_ASKED_MAX: Final = 50
 
 
 async def keeps_priority(commits: Commits, message: Message, error: BaseException) -> bool:
     """Whether the retry of a message keeps its priority."""
-    if not message.metadata.get("critical") and commits.policy.adviser is None:
-        return False  # the rules demote every other message
     facts = {
         "type": message.type,
         "priority": message.priority,
@@ -45,28 +32,68 @@ async def keeps_priority(commits: Commits, message: Message, error: BaseExceptio
         "error_type": type(error).__name__,
         "error": str(error),
     }
-    question = advice.question("demotion", facts, pattern=f"{message.type} {type(error).__name__}")
-    return await _decided(commits, question, message) == "keep"
+    pattern = f"{message.type} {facts['error_type']}"
+    if not commits.policy.has_model:
+        return advice.advise(advice.question("demotion", facts)).choice == "keep"
+    stored = await commits.load(message.message_id)
+    facts |= await commits.read(lambda operations: of_message(operations.transaction, stored))
+    question = advice.question("demotion", facts, pattern=pattern)
+    subject = {"message_id": message.message_id}
+    return (await decided_at_once(commits, question, message.org_id, subject)).choice == "keep"
 
 
-async def _decided(commits: Commits, question: Question, message: Message) -> str:
-    """Decide a question about a message at once. The decision is recorded, unless the rules alone decide."""
-    policy, org_id = commits.policy, message.org_id
-    if policy.adviser is None or policy.adviser.is_pure:
-        return advice.advise(question).choice
+async def classify(commits: Commits, goal_id: str) -> None:
+    """Ask the adviser for the class of effects that have none. Effects of one pattern are one question."""
+    for question, org_id, subject in await commits.read(
+        lambda operations: _class_questions(operations.transaction, goal_id)
+    ):
+        await decided_at_once(commits, question, org_id, subject)
+
+
+def _class_questions(transaction: Transaction, goal_id: str) -> list[tuple[Question, str, dict[str, Any]]]:
+    goal = STATES.get(transaction, goal_id) if goal_id.isprintable() else None
+    found: dict[str, tuple[Question, str, dict[str, Any]]] = {}
+    for number, effect in rollback.effects_of(transaction, goal_id) if goal is not None else ():
+        stored = None if effect.reversal_class else transaction.records.load(effect.message_id)
+        if goal is None or stored is None:
+            continue
+        pattern = f"{stored.envelope.type} {effect.key}"
+        if pattern in found:
+            found[pattern][2]["effects"].append(number)
+        elif len(found) < CLASSES_ASKED_MAX:
+            outcome = OUTCOMES.get(transaction, effect.message_id, effect.key)
+            facts = {
+                "key": effect.key,
+                "type": stored.envelope.type,
+                "has_reversal": True,
+                "reversal": effect.reversal,
+                "outcome": None if outcome is None else quoted(outcome.outcome),
+                **of_message(transaction, stored),
+            }
+            subject = {"goal_id": goal_id, "message_id": effect.message_id, "effects": [number]}
+            found[pattern] = advice.question("reversal_class", facts, pattern=pattern), goal.org_id, subject
+    return [*found.values()]
+
+
+async def decided_at_once(
+    commits: Commits, question: Question, org_id: str, subject: dict[str, Any]
+) -> Advice:
+    """Decide a question whose answer somebody waits for, and record the decision."""
     said = await commits.read(lambda operations: decisions.learned(operations.transaction, org_id, question))
     by: DecidedBy = "learned"
     if said is None:
         said, by = await said_at_once(commits, question)
-    subject, taken = {"message_id": message.message_id}, said
+    taken = said
     try:
         await commits.write_raw(
-            lambda transaction: decisions.record(transaction, policy, question, org_id, subject, taken, by),
+            lambda transaction: decisions.record(
+                transaction, commits.policy, question, org_id, subject, taken, by
+            ),
             makes_room=True,
         )
-    except Unavailable as error:  # the outcome of the message cannot be committed either
-        _log.warning("a decision about message %s is not recorded: %s", message.message_id, error)
-    return said.choice
+    except Unavailable as error:  # what follows from the decision cannot be committed either
+        _log.warning("a decision about %s is not recorded: %s", subject, error)
+    return said
 
 
 async def said_at_once(commits: Commits, question: Question) -> tuple[Advice, DecidedBy]:
@@ -123,6 +150,7 @@ Patterns: TypeAlias = list[AdvisedPattern]
 
 PATTERNS_MAX: Final = 100
 EXAMPLES_MAX: Final = 5
+EXAMPLE_CHARS_MAX: Final = 300
 
 
 class AdvisedDeadLetters(DeadLetters):
@@ -140,13 +168,26 @@ class AdvisedDeadLetters(DeadLetters):
                 count=len(alike),
                 is_poison=any(letter.state == "QUARANTINED" for letter in alike),
             )
-            question = advice.question("dead_letter", {**pattern}, pattern=f"{kind} {error_type}")
+            examples = alike[:EXAMPLES_MAX]
+            facts = {**pattern, "examples": [_example(letter) for letter in examples]}
+            question = advice.question("dead_letter", facts, pattern=f"{kind} {error_type}")
             said, _ = await said_at_once(self._commits, question)
-            examples = [letter.message_id for letter in alike[:EXAMPLES_MAX]]
+            ids = [letter.message_id for letter in examples]
             found.append(
-                AdvisedPattern(**pattern, advice=said.choice, reasoning=said.reasoning, message_ids=examples)
+                AdvisedPattern(**pattern, advice=said.choice, reasoning=said.reasoning, message_ids=ids)
             )
         return found
+
+
+def _example(letter: DeadLetter) -> dict[str, Any]:
+    original = letter.original_message
+    return {
+        "payload": quoted(original.get("payload"), EXAMPLE_CHARS_MAX),
+        "agent_id": original.get("agent_id", ""),
+        "service": original.get("service", ""),
+        "attempts": len(letter.error_history),
+        "error": letter.failure_reason[:EXAMPLE_CHARS_MAX],
+    }
 
 
 def _groups(letters: Sequence[DeadLetter]) -> list[tuple[tuple[str, str], list[DeadLetter]]]:
