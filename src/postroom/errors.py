@@ -431,12 +431,6 @@ class TokensExhausted(MessageFailed):
     """No model had the tokens that a message asked for, or its handler used up its reservation."""
 
 
-def failure_of(message_id: str, state: str, error_history: Sequence[Mapping[str, Any]]) -> MessageFailed:
-    """The error of a message that ended without a result."""
-    is_exhausted = bool(error_history) and error_history[-1].get("error_type") == "TokensExhausted"
-    return (TokensExhausted if is_exhausted else MessageFailed)(message_id, state, error_history)
-
-
 class ToolFailed(Rejected):
     """A tool of an MCP server answered with an error. The call is not retried: the tool has run."""
 
@@ -483,6 +477,27 @@ class GuardTripped(Rejected):
         self.goal_id = goal_id
         self.what = what
         super().__init__(message or f"goal {goal_id} has used {used:g} of at most {limit:g} {what}")
+
+
+class BudgetSpent(GuardTripped, MessageFailed):
+    """A message ended before its next attempt, because its goal had reached a limit of its guard."""
+
+    def __init__(
+        self, message_id: str, state: str, error_history: Sequence[Mapping[str, Any]], message: str = ""
+    ) -> None:
+        MessageFailed.__init__(self, message_id, state, error_history, message)
+        self.goal_id = self.what = ""  # the text names them
+
+
+def failure_of(message_id: str, state: str, error_history: Sequence[Mapping[str, Any]]) -> MessageFailed:
+    """The error of a message that ended without a result."""
+    match error_history[-1].get("error_type") if error_history else None:
+        case "TokensExhausted":
+            return TokensExhausted(message_id, state, error_history)
+        case "GuardTripped":
+            return BudgetSpent(message_id, state, error_history)
+        case _:
+            return MessageFailed(message_id, state, error_history)
 
 
 class UnknownGoal(Rejected, LookupError):

@@ -164,6 +164,10 @@ def ignore_operations(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(OperationRegistry, "admits", lambda *_: True)
 
 
+def let_spent_goals_run_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Claims, "_over_budget", lambda *_: None)
+
+
 def count_usage_twice(patch: pytest.MonkeyPatch) -> None:
     count = Outcomes._count_usage
 
@@ -245,6 +249,7 @@ MUTANTS: dict[Patch, set[str]] = {
     ignore_open_breakers: {"breaker"},
     ignore_operations: {"conflict"},
     count_usage_twice: {"usage"},
+    let_spent_goals_run_on: {"guard"},
     blame_neighbours: {"blame"},
     let_killers_run_beside_others: {"blame"},
     keep_the_mark: {"blame"},

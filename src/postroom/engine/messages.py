@@ -60,6 +60,8 @@ class Body(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     """Whether the sender named the goal, which may have been started."""
     operation: Operation | None = None
     """What the message works on while its handler runs."""
+    ignores_guard: bool = False
+    """Whether it runs although its goal has used up its budget: it undoes an effect of the goal."""
     extra: dict[str, Any] = {}
     """Fields of a newer minor version."""
 

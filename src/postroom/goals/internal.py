@@ -8,6 +8,8 @@ Rule 2: it uses no idempotency key and no ordering key that a sender can guess. 
 
 from typing import Any, Final
 
+from msgspec.structs import replace
+
 from postroom.engine.message_input import Registry, stored
 from postroom.engine.rules import bodies, ordering
 from postroom.engine.rules.policy import Policy
@@ -17,9 +19,13 @@ WORK: Final = "goal_work"
 """The type of messages that continue the work of goals. Callers cannot submit it."""
 
 
-def insert(transaction: Transaction, policy: Policy, fields: dict[str, Any]) -> str:
+def insert(
+    transaction: Transaction, policy: Policy, fields: dict[str, Any], *, ignores_guard: bool = False
+) -> str:
     """Store one message. Returns its id."""
     message = Registry((fields["type"],)).prepare(fields, policy, transaction.wall_us)
+    if ignores_guard:
+        message = replace(message, body=replace(message.body, ignores_guard=True))
     [accepted] = transaction.insert([stored(message, policy.body_inline_bytes_max)])
     bodies.store(transaction, message, accepted.message_id, policy.body_inline_bytes_max)
     if message.body.ordering_key:

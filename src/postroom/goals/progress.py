@@ -16,7 +16,7 @@ from postroom.engine.message_input import Prepared
 from postroom.engine.messages import Body, body_of
 from postroom.engine.rules.cells import SEPARATOR, Effect
 from postroom.engine.rules.policy import Policy
-from postroom.errors import GoalEnded
+from postroom.errors import GoalEnded, GuardTripped
 from postroom.goals import internal, rollback
 from postroom.goals.goal_cells import (
     CHECKPOINTS,
@@ -94,9 +94,10 @@ def ended(transaction: Transaction, policy: Policy, record: Record) -> None:
     if record.state in DEAD and goal is not None and goal.state == "ACTIVE":
         failure = _failure(transaction.records.load(record.message_id))
         STATES.put(transaction, replace(goal, failure=failure), goal_id)
-        internal.go_on(
-            transaction, policy, goal.org_id, "failed_step", goal_id=goal_id, message_id=record.message_id
-        )
+        if failure.get("error_type") != GuardTripped.__name__:  # every recovery tool would spend more
+            internal.go_on(
+                transaction, policy, goal.org_id, "failed_step", goal_id=goal_id, message_id=record.message_id
+            )
 
 
 def reopened(transaction: Transaction, message_id: str) -> None:

@@ -259,7 +259,7 @@ def _send_compensations(
                 "outcome": None if outcome is None else outcome.outcome,
             },
         }
-        message_id = internal.insert(transaction, policy, fields)
+        message_id = internal.insert(transaction, policy, fields, ignores_guard=True)
         UNDOES.put(transaction, goal_id, message_id)
         EFFECTS.put(transaction, None, goal_id, number)
         OUTCOMES.put(transaction, None, effect.message_id, effect.key)  # the step may do it again

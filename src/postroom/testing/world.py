@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 import postroom.goals.extensions  # noqa: F401 - the world checks operations, too
 from postroom.core.formats.events import of_store
@@ -373,7 +374,7 @@ class World:
         first = self._random.choice(self._submits)
         again = first
         if self._chance(0.2):
-            again = msgspec.structs.replace(first, digest="another")
+            again = replace(first, digest="another")
         message_id = first.envelope.message_id
         try:
             [answer] = self._write(lambda operations: operations.submit([again]))
@@ -435,6 +436,7 @@ class World:
         held = [_Held(one, worker) for one in claimed]
         for one in held:
             self._note(worker, "claimed", one.message_id, "lease", one.lease)
+            self.checker.within(one.message_id, policy.guard.tokens)
             if (grant := one.claimed.grant) is not None:
                 self._note("  with", grant.tokens, "tokens of", grant.model, f"({grant.borrowed} borrowed)")
                 self.checker.reserved(one.message_id, one.lease, grant.model, grant.tokens)
@@ -835,6 +837,8 @@ class World:
         for scope in sorted(self._paused):
             self._resume_scope(*scope)
         self._down.clear()
+        if self.policy.guard.is_set:  # a person raises the limits: else a dead letter stops its key for good
+            self.policy = replace(self.policy, guard=Guard(messages=RECORDS_MAX))
         self._lost += self._held
         self._held.clear()
         for _ in range(DRAIN_ROUNDS_MAX):
@@ -908,7 +912,7 @@ def _policy(chance: random.Random) -> Policy:
             on_open=chance.choice(("defer", "defer", "fail")),
         ),
         capacities={"seats": 3.0},
-        guard=chance.choice((Guard(), Guard(tokens=1_000_000), Guard(messages=20))),
+        guard=chance.choice((Guard(), Guard(tokens=1_000_000), Guard(tokens=60), Guard(messages=20))),
         tokens=chance.choice(({}, _budgets(chance))),
         organizations={
             "acme": Organization(weight=chance.choice((0.5, 1.0, 3.0))),

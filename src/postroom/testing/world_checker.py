@@ -32,7 +32,8 @@ RULES: Final[dict[str, str]] = {
     "conflict": "two operations that conflict were leased at the same time",
     "effect": "an effect was to run again, or had two outcomes",
     "blame": "a message was quarantined without deaths of its own process, or ran beside others after one",
-    "usage": "the usage of a goal is not the sum of the accepted completions",
+    "usage": "the usage of a goal is not the sum of the accepted outcomes",
+    "guard": "a message was delivered although its goal had used up its tokens",
     "tokens": "the books of a model are not what live leases reserved and accepted outcomes used",
     "books": "the counters or the events of the store do not match its records",
     "history": "the events break a rule of the history checker",
@@ -235,10 +236,11 @@ class Checker:
         if kind in ("completed", "failed") and (message_id, lease) in self._reserved:
             model, reserved = self._reserved[message_id, lease]
             self._spent.append((model, now_ns, min(tokens, reserved)))
-        if kind == "completed":
-            life.ended, life.result = "COMPLETED", result
+        if kind in ("completed", "failed"):
             goal = life.sent.org_id, life.sent.goal_id
             self._tokens[goal] = self._tokens.get(goal, 0) + tokens
+        if kind == "completed":
+            life.ended, life.result = "COMPLETED", result
 
     def _judge(self, message_id: str, lease: int, now_ns: int, what: str, *, accepted: bool) -> None:
         live = self.is_live(message_id, lease, now_ns)
@@ -358,8 +360,15 @@ class Checker:
         elif state == "COMPLETED" and result != life.result:
             self.report("result", message_id, f"its result is {result!r}, and {life.result!r} was accepted")
 
+    def within(self, message_id: str, guard_tokens: int | None) -> None:
+        """A message was delivered while the goals had used what was told so far."""
+        sent = self._life(message_id).sent
+        tokens = self._tokens.get((sent.org_id, sent.goal_id), 0)
+        if guard_tokens is not None and tokens >= guard_tokens:
+            self.report("guard", message_id, f"goal {sent.goal_id} of {sent.org_id} has used {tokens} tokens")
+
     def used(self, org_id: str, goal_id: str, tokens: int) -> None:
-        """Compare the stored usage of a goal with the accepted completions."""
+        """Compare the stored usage of a goal with the accepted outcomes."""
         expected = self._tokens.get((org_id, goal_id), 0)
         if tokens != expected:
             self.report("usage", "", f"goal {goal_id} of {org_id} used {expected} tokens, not {tokens}")

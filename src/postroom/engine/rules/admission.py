@@ -12,7 +12,7 @@ from postroom.core.lifecycle import backpressure, poison
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.engine.message_input import Prepared
 from postroom.engine.rules.cells import GOALS, PAUSES, PRESSURES, RATES, SCAN_MAX, Bucket, GoalUse, Pressure
-from postroom.engine.rules.policy import Policy
+from postroom.engine.rules.policy import Guard, Policy
 from postroom.errors import GuardTripped, Overloaded
 from postroom.message import ENGINE_PREFIX, org_of
 from postroom.stores.base import Listing, ready
@@ -161,9 +161,17 @@ class Admission:
             used = GOALS.get(transaction, org_id, goal_id) or GoalUse()
             if guard.messages is not None and used.messages + count > guard.messages:
                 raise GuardTripped(goal_id, "messages", used.messages, guard.messages)
-            if guard.tokens is not None and used.tokens >= guard.tokens:
-                raise GuardTripped(goal_id, "tokens", used.tokens, guard.tokens)
-            if guard.usd is not None and used.usd >= guard.usd:
-                raise GuardTripped(goal_id, "US dollars", used.usd, guard.usd)
+            over = over_budget(guard, goal_id, used)
+            if over is not None:
+                raise over
             more = replace(used, messages=used.messages + count, seen_us=transaction.wall_us)
             GOALS.put(transaction, more, org_id, goal_id)
+
+
+def over_budget(guard: Guard, goal_id: str, used: GoalUse) -> GuardTripped | None:
+    """The limit of tokens or money that a goal has used up; None while it may spend more."""
+    if guard.tokens is not None and used.tokens >= guard.tokens:
+        return GuardTripped(goal_id, "tokens", used.tokens, guard.tokens)
+    if guard.usd is not None and used.usd >= guard.usd:
+        return GuardTripped(goal_id, "US dollars", used.usd, guard.usd)
+    return None

@@ -19,11 +19,13 @@ from postroom.core.tokens.token_rules import TokenRules
 from postroom.core.tokens.tokens import QUEUE_LOOK_NS, Grant, Short
 from postroom.engine.messages import Body, body_of
 from postroom.engine.rules import ordering, outcomes
+from postroom.engine.rules.admission import over_budget
 from postroom.engine.rules.breakers import Breakers, Service, service_called
-from postroom.engine.rules.cells import CIRCUITS, PARKED, PAUSES, SCAN_MAX, SEPARATOR
+from postroom.engine.rules.cells import CIRCUITS, GOALS, PARKED, PAUSES, SCAN_MAX, SEPARATOR
 from postroom.engine.rules.extensions import on_claim
 from postroom.engine.rules.policy import Policy
 from postroom.engine.rules.token_budgets import TokenBooks, short_text
+from postroom.errors import GuardTripped
 from postroom.message import Moment, Record, Step, org_of
 from postroom.stores.base import LANES, OVERDUE_A_CLAIM_MAX, ByIds, Head
 from postroom.stores.transaction import Transaction
@@ -72,6 +74,9 @@ class Claims:
         """Tokens of messages that are about to be leased, and their bodies."""
         self._held_back = 0
         self._gates = [new_gate(transaction, policy) for new_gate in on_claim]
+        self._has_budgets = policy.guard.limits_costs
+        self._over: dict[tuple[str, str], GuardTripped | None] = {}
+        """The goals that this claim has met, with the limit that each has used up."""
         self._paused_orgs: set[str] = set()
         self._paused_types: set[tuple[str, str]] = set()
         self._breakers = Breakers(transaction, policy)
@@ -245,10 +250,25 @@ class Claims:
         elif self._paused_types and self._is_paused(org_id, head.type):
             PARKED.put(self._transaction, record.message_id, head.type, org_id, record.seq)
             ordering.park(self._transaction, record.message_id, PAUSED)
-        elif self._is_next(head) and self._passes_gates(head):
+        elif not self._is_next(head):
+            pass
+        elif self._has_budgets and (over := self._over_budget(org_id, head)) is not None:
+            self._fail(head, str(over), type(over).__name__)
+        elif self._passes_gates(head):
             return True
         self._held_back += 1
         return False
+
+    def _over_budget(self, org_id: str, head: Head) -> GuardTripped | None:
+        """The limit that the goal of a message has used up; None when the message may run."""
+        body = body_of(head.payload)
+        if body is None or body.ignores_guard:
+            return None
+        goal = org_id, body.goal_id
+        if goal not in self._over:
+            used = GOALS.get(self._transaction, *goal)
+            self._over[goal] = None if used is None else over_budget(self._policy.guard, body.goal_id, used)
+        return self._over[goal]
 
     def _passes_gates(self, head: Head) -> bool:
         """Whether no gate holds a message back, and it has its tokens and may call its service."""

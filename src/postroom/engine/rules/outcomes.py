@@ -74,6 +74,8 @@ class Outcomes:
         self._policy = policy
         self._books = books
         self._breakers = Breakers(transaction, policy)
+        self._ran: list[Outcome] = []
+        """Attempts that ran to an end and were not counted before: what they cost counts."""
 
     def finish(self, outcomes: Sequence[Outcome]) -> list[str]:
         """Apply the outcomes of attempts. Returns messages whose lease was over: their outcome is dropped."""
@@ -84,6 +86,8 @@ class Outcomes:
                     self._finish(outcome)
                 except (StaleLease, UnknownTask, WrongState):
                     stale.append(outcome.message_id)
+        if self._policy.guard.is_set:
+            self._count_usage()
         if self._books is not None:
             self._books.flush()
         return stale
@@ -123,27 +127,27 @@ class Outcomes:
             if outcome.message_id in new:
                 storage.add(self.transaction, outcome.org_id, outcome.message_id, len(outcome.result))
                 self._note_result(outcome)
+                self._ran.append(outcome)
         if self._books is not None:
             for outcome in outcomes:
                 if outcome.message_id in new and (outcome.body is None or outcome.body.tokens):
                     self._settle(outcome, Spent(_tokens_of(outcome), ran=True))
-        if self._policy.guard.is_set:
-            self._count_usage([one for one in outcomes if one.message_id in new])
 
     def _note_result(self, outcome: Outcome) -> None:
         if outcome.body is not None:
             for note in on_complete:
                 note(self.transaction, self._policy, outcome.message_id, outcome.body, outcome.result)
 
-    def _count_usage(self, outcomes: Sequence[Outcome]) -> None:
-        """Add what messages cost to the use of their goals."""
+    def _count_usage(self) -> None:
+        """Add what attempts cost to the use of their goals."""
         costs: dict[tuple[str, str], GoalUse] = {}
-        for outcome in outcomes:
+        rules = self._policy.token_rules
+        for outcome in self._ran:
             if outcome.usage is not None and outcome.body is not None:
                 goal, usage = (outcome.org_id, outcome.body.goal_id), outcome.usage
                 cost = costs.get(goal) or GoalUse()
-                tokens = cost.tokens + usage.tokens_in + usage.tokens_out
-                costs[goal] = GoalUse(tokens=tokens, usd=cost.usd + usage.cost_usd)
+                tokens, usd = cost.tokens + _tokens_of(outcome), cost.usd + _cost_usd(usage, rules)
+                costs[goal] = GoalUse(tokens=tokens, usd=usd)
         for goal, cost in costs.items():
             used = GOALS.get(self.transaction, *goal) or GoalUse()
             more = replace(used, tokens=used.tokens + cost.tokens, usd=used.usd + cost.usd)
@@ -198,6 +202,8 @@ class Outcomes:
 
         is_first = self._apply(outcome, decide)
         self._settle_failure(outcome)
+        if is_first:
+            self._ran.append(outcome)
         if is_first and outcome.counts_for_breaker and outcome.service is not None:
             self._breakers.failed(outcome.service, outcome.message_id)
 
@@ -233,13 +239,19 @@ def _tokens_of(outcome: Outcome) -> int:
     return 0 if outcome.usage is None else outcome.usage.tokens_in + outcome.usage.tokens_out
 
 
+def _cost_usd(usage: Usage, rules: TokenRules | None) -> float:
+    """What an attempt cost: what its handler says, else the price of its tokens."""
+    if usage.cost_usd or rules is None:
+        return usage.cost_usd
+    return rules.cost_usd(usage.model, usage.tokens_in + usage.tokens_out)
+
+
 def _spent(outcome: Outcome, rules: TokenRules | None) -> dict[str, Any]:
     """The detail of the event that ends an attempt, for the audit stream."""
     if outcome.usage is None:
         return {}
     facts: dict[str, Any] = msgspec.to_builtins(outcome.usage)
-    if rules is not None and not outcome.usage.cost_usd:
-        facts["cost_usd"] = rules.cost_usd(outcome.usage.model, _tokens_of(outcome))
+    facts["cost_usd"] = _cost_usd(outcome.usage, rules)
     if outcome.body is not None:
         facts |= {"goal_id": outcome.body.goal_id, "agent_id": outcome.body.agent_id}
     if outcome.service:

@@ -84,6 +84,11 @@ class Guard(msgspec.Struct, frozen=True, kw_only=True):
         """Whether anything is limited."""
         return self != Guard(recoveries=self.recoveries)
 
+    @property
+    def limits_costs(self) -> bool:
+        """Whether a claim has to look at what the goal of a message has spent."""
+        return self.tokens is not None or self.usd is not None
+
 
 class Organization(msgspec.Struct, frozen=True, kw_only=True):
     """What the policy sets for one organization: its share, its limits, how long messages are kept."""

@@ -231,6 +231,7 @@ def failed(
         kind="failed",
         message_id=record.message_id,
         lease=record.lease,
+        org_id=org_of(record.queue),
         error=_text_of(error)[:ERROR_CHARS_MAX] or type(error).__name__,
         error_type=error_type or type(error).__name__,
         is_final=is_final,
