@@ -1,7 +1,9 @@
 """What is forgotten after its time, and that claims go on meanwhile."""
 
 import asyncio
+import math
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,20 @@ import pytest
 from postroom import Engine, Guard, Organization, Policy
 from postroom.calls.submit import SubmitFields
 from postroom.contracts.tasks.task_storage import COUNTED_BYTES
-from postroom.engine.rules.cells import GOALS, KEY_ENDS, KEYS, MESSAGE_BYTES, PARTS, RATES, STORED_BYTES, Part
+from postroom.engine.rules.cells import (
+    GOALS,
+    KEY_ENDS,
+    KEYS,
+    MESSAGE_BYTES,
+    PARTS,
+    RATES,
+    STORED_BYTES,
+    Part,
+    joined,
+)
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.outcomes import Outcome
+from postroom.engine.rules.policy import Tier
 from postroom.engine.rules.purge import (
     CELLS_A_COMMIT_MAX,
     EVENTS_A_COMMIT_MAX,
@@ -22,7 +35,8 @@ from postroom.engine.rules.purge import (
     forget_over,
     take_turn,
 )
-from postroom.errors import Overloaded
+from postroom.errors import Overloaded, ResultGone
+from postroom.goals.goal_cells import GOAL_OF
 from postroom.stores.base import Outbox
 from postroom.stores.sqlite.ledger import FOLD_EVENTS
 from postroom.stores.transaction import Transaction
@@ -258,3 +272,63 @@ def test_large_pieces_count_until_their_message_is_forgotten(tmp_path: Path) -> 
     assert world.engine.store.read(STORED_BYTES.all) == world.engine.store.read(MESSAGE_BYTES.all) == []
     world.submit()
     world.close()
+
+
+def test_each_tier_keeps_its_messages_for_its_days(tmp_path: Path) -> None:
+    tiers: dict[str, Tier | float] = {
+        "free": "free", "starter": "starter", "pro": "pro", "large": "enterprise", "own": 45,
+    }  # fmt: skip
+    policy = Policy(organizations={name: Organization(tier=tier) for name, tier in tiers.items()})
+    world = EngineUnderTest(f"sqlite:///{tmp_path}/queue.db", policy)
+    ids = {finished(world, 1, org_id=name)[0]: name for name in tiers}
+    kept = []
+    for days in (6, 8, 32, 46, 3_000):
+        world.clock.advance(days * DAY_S)
+        purge(world)
+        found = world.engine.store.read(lambda transaction: transaction.records.get_many([*ids]))
+        kept.append({ids[message_id] for message_id in found})
+    world.close()
+    assert kept == [
+        {"free", "starter", "pro", "large", "own"},
+        {"starter", "pro", "large", "own"},
+        {"pro", "large"},
+        {"large"},
+        {"large"},
+    ]
+
+
+def test_infinite_times_keep_dead_letters_keys_and_events(world: EngineUnderTest) -> None:
+    rules = Policy(keep_dead_s=math.inf, keep_keys_s=math.inf, keep_events_s=math.inf)
+    world.engine.core.commits.policy = rules
+    [first] = finished(world, 1, idempotency_key="k")
+    dead = world.submit()
+    world.run_all()  # there is no handler
+    world.clock.advance(10_000 * DAY_S)
+    events = len(world.engine.store.events())
+    purge(world)
+    assert world.state(dead) == "DEAD_LETTER"
+    with pytest.raises(ResultGone, match=first):
+        world.submit(idempotency_key="k")
+    assert len(world.engine.store.events()) > events
+
+
+def test_damaged_values_of_one_organization_keep_nothing_of_the_others(world: EngineUnderTest) -> None:
+    [damaged] = finished(world, 1, org_id="bad", idempotency_key="k")
+    finished(world, 3, org_id="acme")
+    soon = datetime.fromtimestamp(world.clock.wall_us() / 1e6 + 3_600, UTC)
+    expired, other = world.submit(org_id="bad", expires_at=soon), world.submit(expires_at=soon)
+
+    def damage(transaction: Transaction) -> None:
+        for kind, key in ((KEYS, ("bad", "k")), (GOALS, ("bad", "g")), (GOAL_OF, (expired.message_id,))):
+            transaction.cells.put(kind.name, joined(*key), b"{")
+
+    world.engine.store.write(damage)
+    world.clock.advance(2 * 3_600)
+    world.wait(world.engine.sweep())
+    assert (world.state(expired), world.state(other)) == ("EXPIRED", "EXPIRED")
+    world.clock.advance(31 * DAY_S)
+    purge(world)
+    purge(world)
+    assert completed(world) == 0
+    assert world.wait(world.engine.get(damaged)).state == "COMPLETED"
+    assert world.engine.store.read(lambda transaction: transaction.cells.get(KEYS.name, joined("bad", "k")))

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 import msgspec
 
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
-from postroom.errors import InvalidSetting
+from postroom.core.settings_fields import Kept, Seconds, Some, fit_fields
 
 AGENTS_AN_ORGANIZATION_MAX: Final = 100
 HEARTBEAT_S: Final = 10.0
@@ -29,10 +29,10 @@ Verdict: TypeAlias = Literal["next", "restarted", "repeated", "gap"]
 class AgentRules(msgspec.Struct, frozen=True, kw_only=True):
     """Rules for the agents of all organizations."""
 
-    heartbeat_s: float = HEARTBEAT_S
-    missed_dead: int = MISSED_DEAD
+    heartbeat_s: Seconds = HEARTBEAT_S
+    missed_dead: Some = MISSED_DEAD
     """The number of missed heartbeats after which an agent is dead."""
-    keep_responses_s: float = KEEP_RESPONSES_S
+    keep_responses_s: Kept = KEEP_RESPONSES_S
     """How long an answer waits for its agent before it bounces."""
     on_dead: OnDead = "keep"
     """Whether the open requests of a dead agent are kept for its restart, or cancelled."""
@@ -40,11 +40,7 @@ class AgentRules(msgspec.Struct, frozen=True, kw_only=True):
     """The command that `agent_spawn` starts; empty when agents are not started by messages."""
 
     def __post_init__(self) -> None:
-        for name in ("heartbeat_s", "missed_dead", "keep_responses_s"):
-            if not getattr(self, name) > 0:
-                raise InvalidSetting(f"{name} must be positive, not {getattr(self, name)!r}")
-        if self.on_dead not in ("keep", "cancel"):
-            raise InvalidSetting(f'on_dead of agents must be "keep" or "cancel", not {self.on_dead!r}')
+        fit_fields(self)
 
 
 def health_of(registered_ns: int, seen_ns: int, now_ns: int, rules: AgentRules) -> Health:
@@ -68,7 +64,7 @@ def may_take_over(lease_until_ns: int, now_ns: int) -> bool:
 
 def is_over(ended_us: int, now_us: int, keep_s: float) -> bool:
     """Whether an answer has waited for its agent for too long."""
-    return 0 < ended_us <= now_us - round(keep_s * 1_000_000)
+    return 0 < ended_us <= now_us - keep_s * 1_000_000
 
 
 # ---- the order of parts ------------------------------------------------------------------------------

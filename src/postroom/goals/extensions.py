@@ -21,18 +21,17 @@ def purge(transaction: Transaction, after: Mapping[str, str]) -> dict[str, str]:
     """Forget goals and decisions that ended long ago, some at a time. Returns the keys to continue from."""
     before_us = transaction.wall_us - round(KEPT_S * MICROS_PER_S)
     kinds: tuple[Kind[Any], ...] = (CONTEXTS, MESSAGES, OPEN, USED)
-    goals = STATES.scan(transaction, after.get(STATES.name, ""), PURGED_MAX)
+    goals, next_goal = STATES.sweep(transaction, after.get(STATES.name, ""), PURGED_MAX)
     for goal_id, goal in goals:
         if 0 < goal.ended_us < before_us:
             for kind in kinds:
                 kind.drop_under(transaction, goal_id)
             STATES.put(transaction, None, goal_id)
-    taken = DECISIONS.scan(transaction, after.get(DECISIONS.name, ""), PURGED_MAX)
+    taken, next_decision = DECISIONS.sweep(transaction, after.get(DECISIONS.name, ""), PURGED_MAX)
     for key, decision in taken:
         if 0 < decision.decided_us < before_us:
             transaction.cells.put(DECISIONS.name, key, None)
-    seen: dict[str, list[tuple[str, Any]]] = {STATES.name: [*goals], DECISIONS.name: [*taken]}
-    return {name: found[-1][0] if len(found) == PURGED_MAX else "" for name, found in seen.items()}
+    return {STATES.name: next_goal, DECISIONS.name: next_decision}
 
 
 extensions.on_submit.append(progress.check)

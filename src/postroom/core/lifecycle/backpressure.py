@@ -10,7 +10,9 @@ from typing import Final
 
 import msgspec
 
+from postroom.calls.fields import Number
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
+from postroom.core.settings_fields import fit_fields
 
 P2: Final = 2
 P3: Final = 3
@@ -32,12 +34,15 @@ ALERTS: Final = {HEAVY: CRITICAL, EMERGENCY_STAGE: EMERGENCY}
 class Backpressure(msgspec.Struct, frozen=True, kw_only=True):
     """Depths above which the stages begin, and the limits of worker scaling."""
 
-    scale: int = 100
-    light: int = 500
-    heavy: int = 1_000
-    emergency: int = 5_000
-    max_workers: int = 50
-    increment: int = 5
+    scale: Number = 100
+    light: Number = 500
+    heavy: Number = 1_000
+    emergency: Number = 5_000
+    max_workers: Number = 50
+    increment: Number = 5
+
+    def __post_init__(self) -> None:
+        fit_fields(self)
 
     @property
     def thresholds(self) -> tuple[int, int, int, int]:

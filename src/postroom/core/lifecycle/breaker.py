@@ -12,7 +12,9 @@ from typing import Literal, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
+from postroom.calls.fields import Delay
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
+from postroom.core.settings_fields import Seconds, Some, fit_fields
 
 BreakerState: TypeAlias = Literal["closed", "open", "half_open"]
 PROBE_WAIT_NS = NANOS_PER_S  # how long messages are deferred while a probe is under way
@@ -22,11 +24,14 @@ SHARED_FAILURES_MIN = 2  # organizations that must fail before a shared breaker 
 class Breaker(msgspec.Struct, frozen=True, kw_only=True):
     """When a service counts as down, and for how long."""
 
-    failures: int = 5
-    window_s: float = 60.0
-    cooldown_s: float = 300.0
+    failures: Some = 5
+    window_s: Seconds = 60.0
+    cooldown_s: Delay = 300.0
     on_open: Literal["defer", "fail"] = "defer"
     """What happens to messages of an open service: they wait for the cooldown, or become dead letters."""
+
+    def __post_init__(self) -> None:
+        fit_fields(self)
 
 
 class Circuit(msgspec.Struct, frozen=True, omit_defaults=True):

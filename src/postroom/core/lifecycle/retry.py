@@ -7,7 +7,9 @@ from typing import Final, Literal, TypeAlias
 
 import msgspec
 
+from postroom.calls.fields import Delay, Retries
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
+from postroom.core.settings_fields import Amount, fit_fields
 
 LANE_LAST: Final = 3
 DELAY_S_MAX_DEFAULT: Final = 300.0
@@ -32,7 +34,7 @@ class RetryPolicy(msgspec.Struct, frozen=True):
 Strategy: TypeAlias = Literal["exponential", "linear"]
 
 
-class Retry(msgspec.Struct, frozen=True, kw_only=True):
+class Retry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The retry rule of one message type.
 
     `exponential` doubles the pause after each failure: 1, 2, 4, 8 times `delay_s`. `linear` adds `delay_s`
@@ -40,11 +42,14 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
     together do not return together.
     """
 
-    max_retries: int = 3
+    max_retries: Retries = 3
     strategy: Strategy = "exponential"
-    delay_s: float = 1.0
-    jitter: float = 0.1
-    delay_s_max: float = DELAY_S_MAX_DEFAULT
+    delay_s: Delay = 1.0
+    jitter: Amount = 0.1
+    delay_s_max: Delay = DELAY_S_MAX_DEFAULT
+
+    def __post_init__(self) -> None:
+        fit_fields(self)
 
     def delay_ns(self, retries: int, spread: float) -> int:
         """The pause after the failure that follows `retries` earlier ones."""

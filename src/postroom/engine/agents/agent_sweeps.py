@@ -72,7 +72,7 @@ def sweep(agents: AgentOperations, after: Swept) -> Swept:
 
 def sweep_agents(agents: AgentOperations, after: str = "", limit: int = AGENTS_A_SWEEP_MAX) -> str:
     """Store the health of agents, and forget agents that have been dead for long enough."""
-    seen = AGENTS.scan(agents.transaction, after, limit)
+    seen, following = AGENTS.sweep(agents.transaction, after, limit)
     for key, entry in seen:
         org_id, agent_id = agent_of(key)
         health = agents.health(entry)
@@ -81,7 +81,7 @@ def sweep_agents(agents: AgentOperations, after: str = "", limit: int = AGENTS_A
         elif health == "dead" and _is_forgotten(agents, org_id, agent_id, entry):
             AGENTS.put(agents.transaction, None, org_id, agent_id)
             agents.emit_health(org_id, agent_id, "forgotten", entry.coordinator)
-    return seen[-1][0] if len(seen) == limit else ""
+    return following
 
 
 def _change_health(
@@ -109,10 +109,10 @@ def _is_forgotten(agents: AgentOperations, org_id: str, agent_id: str, entry: Ag
 
 def sweep_requests(agents: AgentOperations, after: str = "", limit: int = REQUESTS_A_SWEEP_MAX) -> str:
     """Bounce answers that nobody fetches, and cancel requests of dead agents if the rules say so."""
-    seen = REQUESTS.scan(agents.transaction, after, limit)
+    seen, following = REQUESTS.sweep(agents.transaction, after, limit)
     for key, _ in seen:
         _sweep_request(agents, *agent_of(key), key.split(SEPARATOR, 2)[2])
-    return seen[-1][0] if len(seen) == limit else ""
+    return following
 
 
 def _sweep_request(agents: AgentOperations, org_id: str, agent_id: str, message_id: str) -> None:
@@ -176,7 +176,7 @@ def _whole_answer(agents: AgentOperations, stored: Stored) -> Part:
 
 def sweep_letters(agents: AgentOperations, after: str = "", limit: int = REQUESTS_A_SWEEP_MAX) -> str:
     """Forget messages in inboxes that were kept as long as messages of their organization."""
-    seen = LETTERS.scan(agents.transaction, after, limit)
+    seen, following = LETTERS.sweep(agents.transaction, after, limit)
     for key, letter in seen:
         org_id, agent_id = agent_of(key)
         if not _is_old(agents, org_id, letter.stored_us):
@@ -186,18 +186,18 @@ def sweep_letters(agents: AgentOperations, after: str = "", limit: int = REQUEST
         agents.emit_bounce(
             org_id, reason, message_id=letter.message_id, agent_id=agent_id, recipient=letter.sender
         )
-    return seen[-1][0] if len(seen) == limit else ""
+    return following
 
 
 def sweep_bounces(agents: AgentOperations, after: str = "", limit: int = REQUESTS_A_SWEEP_MAX) -> str:
     """Forget bounces that were kept as long as messages of their organization."""
-    seen = BOUNCES.scan(agents.transaction, after, limit)
+    seen, following = BOUNCES.sweep(agents.transaction, after, limit)
     for key, kept in seen:
         if _is_old(agents, key.partition(SEPARATOR)[0], kept.bounced_us):
             agents.transaction.cells.put(BOUNCES.name, key, None)
-    return seen[-1][0] if len(seen) == limit else ""
+    return following
 
 
 def _is_old(agents: AgentOperations, org_id: str, stored_us: int) -> bool:
     keep_s = agents.policy.organization_of(org_id).keep_s
-    return stored_us <= agents.transaction.wall_us - round(keep_s * MICROS_PER_S)
+    return stored_us <= agents.transaction.wall_us - keep_s * MICROS_PER_S

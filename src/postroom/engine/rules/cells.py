@@ -5,6 +5,7 @@ Rule 1: the parts of a key are joined by a character that no part can hold, so k
 """
 
 import math
+from contextlib import suppress
 from typing import Any, Final, Generic, Literal, Protocol, TypeVar
 
 import msgspec
@@ -67,6 +68,20 @@ class Kind(Generic[T]):
     def scan(self, transaction: HasCells, after: str = "", limit: int = SCAN_MAX) -> list[tuple[str, T]]:
         """Keys above `after` with their values."""
         return [(key, self._decode(value)) for key, value in transaction.cells.page(self.name, after, limit)]
+
+    def sweep(
+        self, transaction: HasCells, after: str = "", limit: int = SCAN_MAX
+    ) -> tuple[list[tuple[str, T]], str]:
+        """As `scan`, without values that cannot be decoded, and the key to continue from; empty at the end.
+
+        The damage of one organization must not end a sweep for all.
+        """
+        page = transaction.cells.page(self.name, after, limit)
+        found: list[tuple[str, T]] = []
+        for key, value in page:
+            with suppress(msgspec.DecodeError):
+                found.append((key, self._decode(value)))
+        return found, page[-1][0] if len(page) == limit else ""
 
     def under(
         self,

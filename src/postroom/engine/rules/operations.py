@@ -6,6 +6,7 @@ Rule 2: every decision about one record is a function of `core.lifecycle`; polic
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -129,7 +130,7 @@ class Operations:
         """The message that was accepted under the same key before."""
         key = message.body.idempotency_key
         used = KEYS.get(self.transaction, message.org_id, key)
-        kept_us = round(self._policy.keep_keys_s * MICROS_PER_S)
+        kept_us = self._policy.keep_keys_s * MICROS_PER_S
         if used is None or used.seen_us < self.transaction.wall_us - kept_us:
             return None
         if not message.repeats(used.digest):
@@ -385,7 +386,8 @@ class Operations:
         """Lapse, wake and expire overdue messages; returns how many."""
         steps = self.transaction.apply(Ending("expiry", self.transaction.steady_ns, limit), _expire)
         for step in steps:
-            outcomes.ended(self.transaction, self._policy, step.record)
+            with suppress(msgspec.DecodeError):  # a damaged value of one goal must not keep other messages
+                outcomes.ended(self.transaction, self._policy, step.record)
         count = self.transaction.put_back(limit) + len(steps)
         if self._books is not None:
             self._books.sweep()

@@ -4,13 +4,17 @@ Rule 1: reads find what has passed its retention. Only the removal itself commit
         with a rest after each commit, so claims do not wait for it.
 Rule 2: one process purges a store at a time.
 Rule 3: every commit looks again: a message that was replayed meanwhile stays.
+Rule 4: damaged values of one organization stay. They keep nothing of the others.
 """
 
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar
+
+import msgspec
 
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.engine.rules.cells import (
@@ -29,10 +33,14 @@ from postroom.engine.rules.cells import (
 from postroom.engine.rules.extensions import Forget, on_purge
 from postroom.engine.rules.operations import MICROS_PER_S, Operations
 from postroom.engine.rules.policy import FAILED_KEPT_FACTOR, KEEP_GOALS_S, Policy
+from postroom.errors import UnreadableValue
 from postroom.message import Record, org_of
 from postroom.stores.base import EVERYTHING, Listing
 from postroom.stores.purge import purge_events
 from postroom.stores.transaction import Transaction
+from postroom.system.log import library_log
+
+_log = library_log("postroom.engine")
 
 T = TypeVar("T")
 
@@ -85,9 +93,20 @@ class EnginePurge:
         while after is not None:
             found, after = await self._commits.read(partial(find_over, policy=policy, after=after))
             for chunk in chunks([record.message_id for record in found], FORGOTTEN_A_COMMIT_MAX):
-                left = chunk
-                while left:
-                    left = await self._commit(partial(forget_over, policy=policy, message_ids=left))
+                await self._forget(chunk)
+
+    async def _forget(self, message_ids: list[str]) -> None:
+        """Forget messages. One with damaged values stays, and the others do not stay with it."""
+        policy, left = self._commits.policy, message_ids
+        try:
+            while left:
+                left = await self._commit(partial(forget_over, policy=policy, message_ids=left))
+        except (UnreadableValue, msgspec.DecodeError) as error:
+            if len(left) == 1:
+                _log.warning("message %s cannot be forgotten: %s", left[0], error)
+                return
+            for message_id in left:
+                await self._forget([message_id])
 
     async def _keys(self) -> None:
         keep_s = self._commits.policy.keep_keys_s
@@ -101,15 +120,12 @@ class EnginePurge:
             await self._commit(partial(forget_old_events, keep_s=keep_s))
 
     async def _cells(self, kind: Kind[Any]) -> None:
-        after = ""
-        while True:
-            page = await self._commits.read(partial(scan_cells, kind=kind, after=after))
-            quiet = [key for key, is_quiet in page if is_quiet]
+        after, is_more = "", True
+        while is_more:
+            quiet, after = await self._commits.read(partial(find_quiet, kind=kind, after=after))
             for chunk in chunks(quiet, CELLS_A_COMMIT_MAX):
                 await self._commit(partial(forget_quiet, kind=kind, keys=chunk))
-            if len(page) < LOOKED_A_READ:
-                return
-            after = page[-1][0]
+            is_more = bool(after)
 
     async def _commit(self, work: Callable[[Operations], T]) -> T:
         """Commit a part of the purge, keep the turn, and rest."""
@@ -163,7 +179,7 @@ def find_over(operations: Operations, policy: Policy, after: int) -> tuple[list[
     seen = transaction.records.find(Listing(after=after, limit=LOOKED_A_READ))
     found = [record for record in seen if is_over(record, policy, transaction.wall_us)]
     rules = (policy.organization, *policy.organizations.values())
-    young_us = transaction.wall_us - round(min(rule.keep_s for rule in rules) * MICROS_PER_S)
+    young_us = transaction.wall_us - min(rule.keep_s for rule in rules) * MICROS_PER_S
     is_end = len(seen) < LOOKED_A_READ or seen[-1].created_us > young_us
     return found, None if is_end else seen[-1].seq
 
@@ -193,7 +209,7 @@ def is_over(record: Record, policy: Policy, wall_us: int) -> bool:
         keep_s = max(policy.keep_dead_s, keep_s)
     elif record.state in ("CANCELLED", "EXPIRED"):
         keep_s *= FAILED_KEPT_FACTOR
-    return record.ended_us < wall_us - round(keep_s * MICROS_PER_S)
+    return record.ended_us < wall_us - keep_s * MICROS_PER_S
 
 
 # ---- keys ------------------------------------------------------------------------------------------
@@ -201,7 +217,7 @@ def is_over(record: Record, policy: Policy, wall_us: int) -> bool:
 
 def find_old_keys(operations: Operations, keep_s: float) -> list[str]:
     """Keys of forgotten messages that are too old, in order of their age."""
-    before_us = operations.transaction.wall_us - round(keep_s * MICROS_PER_S)
+    before_us = operations.transaction.wall_us - keep_s * MICROS_PER_S
     found = KEY_ENDS.scan(operations.transaction, limit=CELLS_A_COMMIT_MAX)
     return [key for key, _ in found if int(key.partition(SEPARATOR)[0]) < before_us]
 
@@ -211,9 +227,10 @@ def forget_old_keys(operations: Operations, keep_s: float) -> None:
     transaction = operations.transaction
     for entry in find_old_keys(operations, keep_s):
         seen_us, org_id, key = entry.split(SEPARATOR, 2)
-        used = KEYS.get(transaction, org_id, key)
-        if used is not None and used.seen_us == int(seen_us):  # else the key was used again
-            KEYS.put(transaction, None, org_id, key)
+        with suppress(msgspec.DecodeError):  # a damaged one stays
+            used = KEYS.get(transaction, org_id, key)
+            if used is not None and used.seen_us == int(seen_us):  # else the key was used again
+                KEYS.put(transaction, None, org_id, key)
         transaction.cells.put(KEY_ENDS.name, entry, None)
 
 
@@ -239,19 +256,18 @@ def forget_old_events(operations: Operations, keep_s: float) -> None:
 
 
 def _events_before_us(transaction: Transaction, keep_s: float) -> int:
-    return transaction.wall_us - round(keep_s * MICROS_PER_S)
+    """The time before which events may be forgotten; 0 when they are kept for ever."""
+    return round(max(0, transaction.wall_us - keep_s * MICROS_PER_S))
 
 
 # ---- small values ----------------------------------------------------------------------------------
 
 
-def scan_cells(operations: Operations, kind: Kind[Any], after: str) -> list[tuple[str, bool]]:
-    """Keys above `after`, each with whether its value is unused."""
+def find_quiet(operations: Operations, kind: Kind[Any], after: str) -> tuple[list[str], str]:
+    """Keys above `after` whose values are unused, and the key to continue from; empty at the end."""
     transaction = operations.transaction
-    return [
-        (key, _is_quiet(kind, value, transaction))
-        for key, value in kind.scan(transaction, after, LOOKED_A_READ)
-    ]
+    found, following = kind.sweep(transaction, after, LOOKED_A_READ)
+    return [key for key, value in found if _is_quiet(kind, value, transaction)], following
 
 
 def forget_quiet(operations: Operations, kind: Kind[Any], keys: Sequence[str]) -> None:
