@@ -9,6 +9,8 @@ from collections.abc import Callable
 from postroom import Tasks
 from postroom.errors import StoreUnreachable, Unavailable
 from postroom.stores.base import Listing
+from postroom.stores.postgres.store import PostgresStore
+from postroom.stores.postgres.watchdog import WaitLimits
 from tests.waiting import until
 
 SENDERS = 3
@@ -64,12 +66,12 @@ class Report:
         )
 
 
-def under_load(url: str, fault: Callable[[Report], object]) -> Report:
+def under_load(url: str, fault: Callable[[Report], object], waits: WaitLimits | None = None) -> Report:
     """Send, claim and complete while `fault` runs, then count what was acknowledged and is not there."""
     report, stopped = Report(), threading.Event()
 
     def run(work: Callable[[Tasks], None]) -> None:
-        with Tasks.open(url, durability="group") as tasks:
+        with Tasks(PostgresStore(url, waits=waits), durability="group") as tasks:
             while not stopped.is_set():
                 try:
                     work(tasks)

@@ -17,7 +17,8 @@ from typing import Any, cast
 
 from postroom import Engine
 from postroom.errors import StoreUnreachable, Unavailable
-from postroom.stores.rabbitmq.lanes import LaneDelivery
+from postroom.stores.open import open_store
+from postroom.stores.rabbitmq.lanes import LaneDelivery, RabbitLimits
 from postroom.stores.rabbitmq.store import RabbitStore
 from tests.tcpproxy import TcpProxy
 from tests.waiting import HANG_GUARD_S
@@ -153,9 +154,19 @@ def _longest(times: Iterable[float | None]) -> float | None:
     return None if None in found else max(cast("list[float]", found), default=None)
 
 
-async def under_load(url: str, fault: Callable[[Load], Awaitable[None]]) -> Load:
+def rabbit_store(url: str, limits: RabbitLimits) -> RabbitStore:
+    """A store with limits of its own."""
+    store = open_store(url)
+    assert isinstance(store, RabbitStore)
+    store.limits = limits
+    return store
+
+
+async def under_load(
+    url: str, fault: Callable[[Load], Awaitable[None]], limits: RabbitLimits | None = None
+) -> Load:
     """Run a fault while messages are submitted and worked on, until the broker carries them again."""
-    engine = Engine.open(url)
+    engine = Engine.open(url) if limits is None else Engine(rabbit_store(url, limits))
     load = Load(engine)
     worker = asyncio.create_task(engine.run())
     submitting = asyncio.create_task(load.submit())

@@ -11,6 +11,7 @@ import pytest
 from postroom.errors import WriteFailed
 from postroom.message import Envelope
 from postroom.stores.sqlite import checkpoints
+from postroom.stores.sqlite.checkpoints import CheckpointLimits
 from postroom.stores.sqlite.store import SqliteStore
 from postroom.stores.transaction import Claim
 from tests import children
@@ -21,20 +22,19 @@ from tests.waiting import HANG_GUARD_S
 __all__ = ["no_child_left", "small_disk"]  # fixtures
 
 FEW_PAGES = 20
+OFTEN = CheckpointLimits(wal_pages=FEW_PAGES, look_events=1)
 MANY = 400  # commits, each of two pages or more
 HEADER_BYTES, FRAME_BYTES = 32, 24 + 4096
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(checkpoints, "WAL_PAGES", FEW_PAGES)
-    monkeypatch.setattr(checkpoints, "LOOK_EVENTS", 1)
+def path(tmp_path: Path) -> Path:
     return tmp_path / "queue.db"
 
 
 @pytest.fixture
 def store(path: Path) -> Iterator[SqliteStore]:
-    store = SqliteStore(path)
+    store = SqliteStore(path, checkpoints=OFTEN)
     yield store
     store.close()
 
@@ -110,13 +110,15 @@ def test_a_commit_checkpoints_itself_when_no_thread_can_start(
 
 
 def test_a_commit_checkpoints_when_the_thread_falls_behind(
-    store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread never runs, so the commits checkpoint at the limit."""
-    monkeypatch.setattr(checkpoints, "WAL_PAGES_MAX", 3 * FEW_PAGES)
+    few = CheckpointLimits(wal_pages=FEW_PAGES, wal_pages_max=3 * FEW_PAGES, look_events=1)
+    store = SqliteStore(path, checkpoints=few)
     monkeypatch.setattr(checkpoints.Checkpoints, "_start", lambda _: True)
     insert(store, MANY)
     assert wal_pages(path) < 5 * FEW_PAGES
+    store.close()
 
 
 def test_a_long_reader_only_makes_the_wal_longer(store: SqliteStore, path: Path) -> None:
@@ -137,13 +139,9 @@ def test_a_long_reader_only_makes_the_wal_longer(store: SqliteStore, path: Path)
     assert wal_pages(path) == before  # the WAL was reused from its start
 
 
-def test_a_full_disk_during_a_checkpoint_loses_nothing(
-    small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_during_a_checkpoint_loses_nothing(small_disk: Path) -> None:
     """Neither the thread nor the commits find space. Acknowledged tasks stay, and tasks can be completed."""
-    monkeypatch.setattr(checkpoints, "WAL_PAGES", FEW_PAGES)
-    path = small_disk / "queue.db"
-    store = SqliteStore(path)
+    store = SqliteStore(small_disk / "queue.db", checkpoints=CheckpointLimits(wal_pages=FEW_PAGES))
     insert(store, FEW_PAGES)
     filler = fill(small_disk)
     acknowledged = FEW_PAGES + _insert_until_full(store)
@@ -174,7 +172,7 @@ def test_a_process_killed_during_a_checkpoint_loses_nothing(store: SqliteStore, 
     reader, writer = os.pipe()
 
     def work() -> None:
-        mine = SqliteStore(path)
+        mine = SqliteStore(path, checkpoints=OFTEN)
         for number in range(MANY):
             insert(mine)
             os.write(writer, b".")
@@ -203,7 +201,7 @@ def test_threads_commit_during_a_checkpoint(store: SqliteStore) -> None:
 
 def test_a_closed_store_leaves_nothing_open(path: Path) -> None:
     for _ in range(20):
-        store = SqliteStore(path)
+        store = SqliteStore(path, checkpoints=OFTEN)
         insert(store, FEW_PAGES)  # a checkpoint is under way, or just over
         store.close()
         wait_for_thread()

@@ -14,7 +14,7 @@ import pytest
 
 from postroom import Engine, Tasks, open_store
 from postroom.calls.submit import SubmitFields
-from postroom.contracts.tasks import tasks as tasks_module
+from postroom.contracts.tasks.tasks import TaskLimits
 from postroom.core.formats.events import of_store
 from postroom.core.history.history_checker import History
 from postroom.core.lifecycle.fairness import Rotation
@@ -31,7 +31,7 @@ from postroom.stores.event_quarantine import QUARANTINE, quarantine_events
 from postroom.stores.event_runs import UNREADABLE
 from postroom.stores.own_ids import IDS_FACT
 from postroom.stores.postgres import connection as postgres_connection
-from postroom.stores.postgres.store import CLOCK_KEPT_S, PostgresStore
+from postroom.stores.postgres.store import CLOCK_KEPT_S, FOLD_COMMITS, PostgresStore
 from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.manual_clock import MICROS_PER_S
@@ -162,11 +162,9 @@ def check_history(store: Store) -> None:
 # ---- wake-ups --------------------------------------------------------------------------------------
 
 
-def test_enqueue_of_another_handle_wakes_a_waiting_claim(
-    database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tasks_module, "LOOK_AGAIN_S", 60.0)
+def test_enqueue_of_another_handle_wakes_a_waiting_claim(database: str) -> None:
     with Tasks.open(database) as sender, Tasks.open(database) as worker:
+        worker.limits = TaskLimits(look_again_s=60.0)
         found: list[Any] = []
         waiting = threading.Thread(target=lambda: found.extend(worker.claim(agent="a", wait_s=50)))
         waiting.start()
@@ -242,14 +240,13 @@ def test_partitions_of_past_months_are_dropped_with_their_events(database: str) 
     store.close()
 
 
-def test_counters_are_folded_and_stay_right(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.stores.postgres.store.FOLD_COMMITS", 3)
+def test_counters_are_folded_and_stay_right(database: str) -> None:
     store = PostgresStore(database)
-    for _ in range(7):
+    for _ in range(2 * FOLD_COMMITS + 1):
         insert(store, 2, queue="org:acme")
     assert sql(database, "SELECT count(*) FROM S.count_changes") == [(1,)]
-    assert sql(database, "SELECT n FROM S.counts WHERE queue = ''") == [(12,)]
-    assert store.read(lambda transaction: transaction.lanes.total()) == {"P2": 14}
+    assert sql(database, "SELECT n FROM S.counts WHERE queue = ''") == [(4 * FOLD_COMMITS,)]
+    assert store.read(lambda transaction: transaction.lanes.total()) == {"P2": 4 * FOLD_COMMITS + 2}
     check_consistency(store)
     for queue in ("org:acme", "org:b"):  # counters that are folded, in part folded, and not folded
         insert(store, 1, queue=queue)

@@ -165,4 +165,4 @@ def test_deliveries_keep_their_order_when_they_are_put_back() -> None:
     deliveries.add(LaneDelivery("org:acme", Note("m5", 2, is_delayed=True), 5, 1, 0.0))
     assert not deliveries.take_old(1.0)
     assert [each.tag for each in deliveries.take_held(1.0)] == [5]
-    assert deliveries.is_silent  # nothing waits, and the last one arrived long ago
+    assert deliveries.is_silent(1.0)  # nothing waits, and the last one arrived long ago

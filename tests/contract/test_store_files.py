@@ -4,6 +4,7 @@ import os
 import sqlite3
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from postroom.errors import StoreDamaged, StoreUnwritable
 from postroom.message import Envelope
 from postroom.stores.base import ByIds
 from postroom.stores.own_ids import EARLIER_RULE, IDS_FACT, UPGRADE_US
-from postroom.stores.sqlite import known, ledger
+from postroom.stores.sqlite import known
 from postroom.stores.sqlite import store as sqlite
+from postroom.stores.sqlite.ledger import FOLD_EVENTS
 from postroom.stores.sqlite.snapshot import SqliteSnapshot
 from postroom.testing import ManualClock, check_consistency
 from tests.children import no_child_left, run
@@ -94,8 +96,7 @@ def test_parent_and_child_can_write_after_a_fork_next_to_a_writing_thread(tmp_pa
 
 
 @pytest.mark.parametrize("how", ["removed", "moved", "replaced"])
-def test_a_removed_file_is_not_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(sqlite, "FILE_LOOK_S", 0.0)
+def test_a_removed_file_is_not_written_to(tmp_path: Path, how: str) -> None:
     tasks = open_tasks(tmp_path)
     tasks.enqueue(agent="a", payload=1)
     path = tmp_path / "queue.db"
@@ -105,6 +106,7 @@ def test_a_removed_file_is_not_written_to(tmp_path: Path, monkeypatch: pytest.Mo
         path.rename(tmp_path / "elsewhere.db")
     if how == "replaced":
         path.write_bytes(b"")
+    time.sleep(sqlite.FILE_LOOK_S)
     with pytest.raises(StoreDamaged, match="was moved or removed while it was in use"):
         tasks.enqueue(agent="a", payload=2)
     assert tasks.store.trouble
@@ -175,13 +177,13 @@ def test_upgraded_store_keeps_old_ids_and_hides_numbers_in_new_ones(tmp_path: Pa
 
 def test_a_read_adds_to_the_counters_of_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each read decoded the counters of all queues: 100,000 of one organization cost others 0.6 s."""
-    monkeypatch.setattr(ledger, "FOLD_EVENTS", 20)
+    often = FOLD_EVENTS // 20
     url, clock = f"sqlite:///{tmp_path / 'queue.db'}", ManualClock()
     with Tasks.open(url, clock=clock) as writer, Tasks.open(url, clock=clock) as reader:
         read_again = 0
         for step in range(60):
             agent = f"agent{step % 7}"
-            writer.enqueue_many({"agent": agent, "payload": number} for number in range(1 + step % 3))
+            writer.enqueue_many({"agent": agent, "payload": number} for number in range(often + step % 3))
             for task in writer.claim(agent=f"agent{step % 5}", limit=2):
                 writer.complete(task.task_id, task.lease)
             if step % 20 == 19:

@@ -12,11 +12,10 @@ import pytest
 
 from postroom import QueueFull, StaleLease, Tasks, UnknownTask, WrongState
 from postroom.calls.fields import JSON_DEPTH_MAX
-from postroom.contracts.tasks import tasks as module
 from postroom.contracts.tasks.task_input import checked_terms
 from postroom.contracts.tasks.task_operations import NewTask, TaskOperations
 from postroom.contracts.tasks.task_views import agents_status
-from postroom.contracts.tasks.tasks import DECISIONS, LeasedTask, Retention, TaskInfo
+from postroom.contracts.tasks.tasks import DECISIONS, LeasedTask, Retention, TaskInfo, TaskLimits
 from postroom.core.lifecycle.retry import RetryPolicy
 from postroom.errors import InvalidMessage, InvalidName, PostroomError, Rejected
 from postroom.message import Event
@@ -612,15 +611,13 @@ def test_events_continue_after_the_last_number(tasks: Tasks) -> None:
 # ---- waiting ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def only_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiters do not poll, so only a wake-up can end a wait."""
-    monkeypatch.setattr(module, "LOOK_AGAIN_S", FOR_EVER_S)
-    monkeypatch.setattr(module, "LOOK_AGAIN_DEAF_S", FOR_EVER_S)
+ONLY_RINGS = TaskLimits(look_again_s=FOR_EVER_S, look_again_deaf_s=FOR_EVER_S)
+"""Waiters do not poll, so only a wake-up can end a wait."""
 
 
-def test_a_wait_is_ended_by_another_thread(url: str, only_rings: None) -> None:
+def test_a_wait_is_ended_by_another_thread(url: str) -> None:
     tasks = Tasks.open(url)
+    tasks.limits = ONLY_RINGS
     got: list[LeasedTask] = []
     waiting = in_background(lambda: got.extend(tasks.claim(agent="a", wait_s=FOR_EVER_S)))
     while not tasks.notifier._callbacks:
@@ -632,7 +629,8 @@ def test_a_wait_is_ended_by_another_thread(url: str, only_rings: None) -> None:
     tasks.close()
 
 
-def test_a_wait_is_ended_by_another_process(on_disk: Tasks, only_rings: None, no_child_left: None) -> None:
+def test_a_wait_is_ended_by_another_process(on_disk: Tasks, no_child_left: None) -> None:
+    on_disk.limits = ONLY_RINGS
     task_id = on_disk.enqueue(agent="a", payload=1, delay_s=LONG_S)
     on_disk.claim(agent="a", wait_s=0.01)  # open before the fork
     if not on_disk.notifier.hears_other_processes:
@@ -661,8 +659,9 @@ def test_a_wait_is_ended_by_another_process(on_disk: Tasks, only_rings: None, no
 
 
 @pytest.mark.parametrize("how", ["complete", "fail", "cancel"])
-def test_a_wait_for_a_result_ends_when_the_task_ends(url: str, how: str, only_rings: None) -> None:
+def test_a_wait_for_a_result_ends_when_the_task_ends(url: str, how: str) -> None:
     tasks = Tasks.open(url)
+    tasks.limits = ONLY_RINGS
     task_id = tasks.enqueue(agent="a", payload=1, max_retries=0)
     got: list[TaskInfo] = []
     waiting = in_background(lambda: got.append(tasks.wait(task_id)))
@@ -687,9 +686,8 @@ def test_a_wait_for_a_result_ends_when_the_task_ends(url: str, how: str, only_ri
     tasks.close()
 
 
-def test_a_wait_for_a_result_is_woken_by_another_process(
-    on_disk: Tasks, only_rings: None, no_child_left: None
-) -> None:
+def test_a_wait_for_a_result_is_woken_by_another_process(on_disk: Tasks, no_child_left: None) -> None:
+    on_disk.limits = ONLY_RINGS
     task_id = on_disk.enqueue(agent="a", payload=1)
     on_disk.claim(agent="b", wait_s=0.01)
     if not on_disk.notifier.hears_other_processes:
@@ -885,11 +883,9 @@ def test_a_result_of_the_same_commit_is_not_yet_a_decision(tasks: Tasks) -> None
     assert tasks.claim(agent=DECISIONS)[0].payload == "content"
 
 
-def test_a_purge_is_not_run_inside_a_commit(
-    url: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "PURGE_EVERY_S", 0.0)
+def test_a_purge_is_not_run_inside_a_commit(url: str, clock: ManualClock) -> None:
     tasks = Tasks.open(url, clock=clock)
+    tasks.limits = TaskLimits(purge_every_s=0.0)
     tasks.enqueue(agent="a", payload=1)
     [[task]] = tasks.run_many([lambda operations: operations.claim(checked_terms("a", 1, 60.0, None))])
     assert task.payload == 1
@@ -963,9 +959,9 @@ def test_the_retention_can_be_set(url: str, clock: ManualClock) -> None:
     tasks.close()
 
 
-def test_claims_purge_expired_tasks(url: str, clock: ManualClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PURGE_EVERY_CALLS", 5)
+def test_claims_purge_expired_tasks(url: str, clock: ManualClock) -> None:
     tasks = Tasks.open(url, clock=clock, retention=Retention(finished_s=1))
+    tasks.limits = TaskLimits(purge_every_calls=5)
     for number in range(20):
         tasks.enqueue(agent="a", payload=number)
         tasks.complete(*_ids(take(tasks)))

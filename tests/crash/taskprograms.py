@@ -19,8 +19,8 @@ from postroom.contracts.tasks.task_operations import TaskFields
 from postroom.contracts.tasks.tasks import DECISIONS, LeasedTask
 from postroom.core.lifecycle.retry import RetryPolicy
 from postroom.message import Durability
-from postroom.stores.sqlite import checkpoints
-from postroom.stores.sqlite.checkpoints import LOOK_EVENTS
+from postroom.stores.sqlite.checkpoints import CheckpointLimits
+from postroom.stores.sqlite.store import SqliteStore
 from tests.crash.child import _in_threads, _size
 from tests.crash.ledger import body_of, token_of
 from tests.crash.workers import Report
@@ -34,17 +34,19 @@ FOUND_MAX = 100
 US_PER_S = 1_000_000
 FOR_EVER = RetryPolicy(max_retries=RETRIES_MAX)
 """Killed holders count as failures, which must not make any task a dead letter."""
-WAL_PAGES_FEW = (5, 200, checkpoints.WAL_PAGES)
+USUAL = CheckpointLimits()
+WAL_PAGES_FEW = (5, 200, USUAL.wal_pages)
 """Some rounds have checkpoints all the time, some occasionally, some hardly any."""
 
 
-def open_tasks(folder: str | Path, *, wal_pages: int = checkpoints.WAL_PAGES, **options: Any) -> Tasks:
+def open_tasks(folder: str | Path, *, wal_pages: int = USUAL.wal_pages, **options: Any) -> Tasks:
     """Few `wal_pages` make checkpoints so frequent that crashes hit them."""
-    checkpoints.WAL_PAGES = wal_pages
-    checkpoints.LOOK_EVENTS = min(wal_pages, LOOK_EVENTS)
-    if wal_pages == 1:  # in every commit and without a thread, so that the order of system calls is fixed
-        checkpoints.WAL_PAGES_MAX = 1
-    return Tasks.open(f"sqlite:///{folder}/queue.db", retry=FOR_EVER, **options)
+    # One page: in every commit and without a thread, so that the order of system calls is fixed.
+    most = 1 if wal_pages == 1 else USUAL.wal_pages_max
+    limits = CheckpointLimits(
+        wal_pages=wal_pages, wal_pages_max=most, look_events=min(wal_pages, USUAL.look_events)
+    )
+    return Tasks(SqliteStore(Path(folder, "queue.db"), checkpoints=limits), retry=FOR_EVER, **options)
 
 
 def task_of(token: str, agent: str) -> TaskFields:
@@ -63,7 +65,7 @@ def producer(
     sizes: tuple[int, int] = (0, 400),
     batch: int = 1,
     pause_s: float = 0.0,
-    wal_pages: int = checkpoints.WAL_PAGES,
+    wal_pages: int = USUAL.wal_pages,
     durability: Durability = "os",
     threads: int = 1,
     early: bool = False,
@@ -110,7 +112,7 @@ def consumer(
     seed: int,
     lease_s: float = 300.0,
     batch: int = 1,
-    wal_pages: int = checkpoints.WAL_PAGES,
+    wal_pages: int = USUAL.wal_pages,
     wayward: bool = False,
     early: bool = False,
     timed: bool = False,

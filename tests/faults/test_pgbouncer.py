@@ -12,8 +12,8 @@ from postroom import Tasks
 from postroom.core.lifecycle import lifecycle
 from postroom.message import Envelope
 from postroom.stores.base import ByIds, Listing
-from postroom.stores.postgres import watchdog
 from postroom.stores.postgres.store import PostgresStore
+from postroom.stores.postgres.watchdog import WaitLimits
 from postroom.stores.transaction import Transaction
 from postroom.testing import World
 from postroom.testing.postgres_server import PostgresServer
@@ -27,6 +27,8 @@ __all__ = ["database", "postgres"]  # fixtures
 
 POOL = 2
 NEVER_S = 3_600.0  # longer than a test may run
+PROBES_ALONE = WaitLimits(suspect_s=0.3, watch_s=0.1, answer_timeout_s=NEVER_S)
+"""Connections are looked up on the server early, and the client gives none up for another reason."""
 _SESSION = "SELECT 1 FROM pg_stat_activity WHERE pid = %s::int"
 WORKING_S = 1.2  # of a server; longer than it takes to look up and close a connection here
 
@@ -43,14 +45,6 @@ def bouncer(postgres: PostgresServer) -> Iterator[int]:
 @pytest.fixture
 def url(bouncer: int, database: str) -> str:
     return behind(bouncer, database)
-
-
-@pytest.fixture
-def probes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections are looked up on the server early, and the client gives none up for another reason."""
-    monkeypatch.setattr(watchdog, "SUSPECT_S", 0.3)
-    monkeypatch.setattr(watchdog, "WATCH_S", 0.1)
-    monkeypatch.setattr(watchdog, "ANSWER_TIMEOUT_S", NEVER_S)
 
 
 def insert(store: PostgresStore) -> str:
@@ -107,24 +101,22 @@ def test_seeded_world_keeps_every_rule(url: str) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.usefixtures("probes_alone")
 def test_half_open_connections_are_found_by_their_locks(
     bouncer: int, database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with TcpProxy(bouncer) as proxy:
-        report = under_load(behind(proxy.port, database), lambda _report: proxy.freeze_all())
+        report = under_load(behind(proxy.port, database), lambda _report: proxy.freeze_all(), PROBES_ALONE)
     with capsys.disabled():
         print(f"\nhalf-open connections to PgBouncer: {report}")
     assert (report.lost, report.duplicated) == (0, 0)
 
 
-@pytest.mark.usefixtures("probes_alone")
 def test_half_open_transactions_give_the_sessions_of_the_pool_back(bouncer: int, database: str) -> None:
     """Frozen transactions hold every session of the pool, so that even the probe has to wait for one."""
     direct = PostgresStore(database)
     names = [insert(direct) for _ in range(POOL)]
     with TcpProxy(bouncer) as proxy:
-        stores = [PostgresStore(behind(proxy.port, database)) for _ in names]
+        stores = [PostgresStore(behind(proxy.port, database), waits=PROBES_ALONE) for _ in names]
         everybody, freezes = threading.Barrier(POOL, action=proxy.freeze_all), [True] * POOL
 
         def defer(store: PostgresStore, message_id: str) -> None:
@@ -149,12 +141,11 @@ def test_half_open_transactions_give_the_sessions_of_the_pool_back(bouncer: int,
             store.close()
 
 
-@pytest.mark.usefixtures("probes_alone")
 def test_watchdog_interrupts_no_working_server_and_no_session_queue(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A call that waits for a session of the pool is not half open: the probe waits behind it."""
-    stores = [PostgresStore(url) for _ in range(POOL + 1)]
+    stores = [PostgresStore(url, waits=PROBES_ALONE) for _ in range(POOL + 1)]
     for store in stores:
         insert(store)
     asked: list[int] = []

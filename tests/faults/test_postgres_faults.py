@@ -21,9 +21,8 @@ from postroom.core.lifecycle import lifecycle
 from postroom.errors import InvalidMessage, StoreRefused, StoreUnreachable, Unavailable
 from postroom.message import Envelope, Record
 from postroom.stores.base import ByIds, Listing
-from postroom.stores.postgres import connection as postgres_connection
-from postroom.stores.postgres import watchdog
 from postroom.stores.postgres.store import PostgresStore
+from postroom.stores.postgres.watchdog import WaitLimits
 from postroom.stores.transaction import Claim, Transaction
 from postroom.system.crypto.tls import make_self_signed
 from postroom.testing import check_consistency
@@ -41,10 +40,15 @@ COMMIT = b"COMMIT"
 LEASE_NS = 60 * lifecycle.NANOS_PER_S
 PHASES_MAX = 12  # more chunks than any of these calls sends
 WISHES = ("reset", "reset-after")
-HOLE_S = 2.0  # longer than clients with `short_waits` wait for an answer
+HOLE_S = 2.0  # longer than clients with `SHORT_WAITS` wait for an answer
 RESETS = 10  # of each kind
 RESET_SHARE = 0.1  # of the chunks that clients send
 NEVER_S = 3_600.0  # longer than a test may run
+SHORT_WAITS = WaitLimits(answer_timeout_s=0.5, connect_timeout_s=2, watch_s=0.1)  # 2 is the least of libpq
+EARLY_PROBES = WaitLimits(suspect_s=0.3, watch_s=0.1)
+"""Connections are looked up on the server early."""
+PROBES_ALONE = WaitLimits(suspect_s=0.3, watch_s=0.1, answer_timeout_s=NEVER_S, statement_timeout_s=0)
+"""No timeout of the client or of the server ends a wait: only a probe does."""
 
 
 def through(proxy: TcpProxy, url: str) -> str:
@@ -123,33 +127,8 @@ def test_resets_in_every_phase_of_submit_claim_and_complete(proxy: TcpProxy, dat
     store.close()
 
 
-@pytest.fixture
-def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "ANSWER_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(postgres_connection, "CONNECT_TIMEOUT_S", 2)  # the smallest that libpq takes
-    monkeypatch.setattr(watchdog, "WATCH_S", 0.1)
-
-
-@pytest.fixture
-def early_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections are looked up on the server early."""
-    monkeypatch.setattr(watchdog, "SUSPECT_S", 0.3)
-    monkeypatch.setattr(watchdog, "WATCH_S", 0.1)
-
-
-@pytest.fixture
-def probes_alone(monkeypatch: pytest.MonkeyPatch, early_probes: None) -> None:
-    """No timeout of the client or of the server ends a wait: only a probe does."""
-    monkeypatch.setattr(watchdog, "ANSWER_TIMEOUT_S", NEVER_S)
-    limited = f"_timeout = {round(postgres_connection.STATEMENT_TIMEOUT_S * 1000)};"
-    session = postgres_connection._SESSION
-    assert session.count(limited) == 2, "the timeouts of a session have changed"
-    monkeypatch.setattr(postgres_connection, "_SESSION", session.replace(limited, "_timeout = 0;"))
-
-
-@pytest.mark.usefixtures("short_waits")
 def test_black_hole_ends_in_an_error_and_heals(proxy: TcpProxy, database: str) -> None:
-    store = PostgresStore(through(proxy, database), reconnect_s=1.0)
+    store = hasty_store(through(proxy, database))
     first = insert(store)
     proxy.is_hole = True
     with pytest.raises(StoreUnreachable):
@@ -158,6 +137,10 @@ def test_black_hole_ends_in_an_error_and_heals(proxy: TcpProxy, database: str) -
     second = insert(store)
     assert messages(store) == [first, second]
     store.close()
+
+
+def hasty_store(url: str) -> PostgresStore:
+    return PostgresStore(url, reconnect_s=1.0, waits=SHORT_WAITS)
 
 
 def insert_many(store: PostgresStore) -> None:
@@ -208,20 +191,19 @@ class Fate:
         return not self._thread.is_alive()
 
 
-@pytest.mark.usefixtures("short_waits")
 @pytest.mark.parametrize("is_open", [True, False])
 def test_every_call_ends_when_the_server_does_not_answer(
     proxy: TcpProxy, database: str, is_open: bool
 ) -> None:
     """The calls run beside each other, on a store each and on one store that they share."""
-    own = {name: PostgresStore(through(proxy, database), reconnect_s=1.0) for name in PUBLIC_CALLS}
-    shared = PostgresStore(through(proxy, database), reconnect_s=1.0)
+    own = {name: hasty_store(through(proxy, database)) for name in PUBLIC_CALLS}
+    shared = hasty_store(through(proxy, database))
     for store in [*own.values(), shared] if is_open else []:
         insert(store)
     proxy.is_hole = True
     fates = {name: Fate(partial(call, own[name])) for name, call in PUBLIC_CALLS.items()}
     fates |= {f"shared {name}": Fate(partial(call, shared)) for name, call in PUBLIC_CALLS.items()}
-    fates["identity"] = Fate(PostgresStore(through(proxy, database), reconnect_s=1.0).identity)
+    fates["identity"] = Fate(hasty_store(through(proxy, database)).identity)
     hanging = [name for name, fate in fates.items() if not fate.ended()]
     assert not hanging
     wrong = {name: fate.error for name, fate in fates.items() if not isinstance(fate.error, Unavailable)}
@@ -233,9 +215,8 @@ def test_every_call_ends_when_the_server_does_not_answer(
     shared.close()
 
 
-@pytest.mark.usefixtures("short_waits")
 def test_close_ends_while_unsent_bytes_wait_for_a_dead_server(proxy: TcpProxy, database: str) -> None:
-    store = PostgresStore(through(proxy, database), reconnect_s=1.0)
+    store = hasty_store(through(proxy, database))
     insert(store)
     proxy.is_stopped = True
     large = Fate(lambda: insert(store, payload=b"x" * 1_000_000))
@@ -308,7 +289,6 @@ def test_kill_of_the_server_under_an_engine_loses_nothing_accepted(
     assert (load.lost, load.doubled, load.refused) == (0, 0, 0)
 
 
-@pytest.mark.usefixtures("short_waits")
 def test_black_hole_under_load_loses_nothing_acknowledged(
     proxy: TcpProxy, database: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -317,7 +297,7 @@ def test_black_hole_under_load_loses_nothing_acknowledged(
         time.sleep(HOLE_S)
         proxy.is_hole = False
 
-    check(under_load(through(proxy, database), swallow), "black hole", capsys)
+    check(under_load(through(proxy, database), swallow, SHORT_WAITS), "black hole", capsys)
 
 
 def test_resets_in_random_phases_under_load_lose_nothing_acknowledged(
@@ -368,21 +348,20 @@ def test_tls_checks_the_certificate_of_the_server(
             insert(PostgresStore(f"{wrong_name}&hostaddr=127.0.0.1", reconnect_s=3_600))
 
 
-@pytest.mark.usefixtures("probes_alone")
 def test_half_open_connections_are_found_by_asking_the_server(
     proxy: TcpProxy, database: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    report = under_load(through(proxy, database), lambda _report: proxy.freeze_all())
+    report = under_load(through(proxy, database), lambda _report: proxy.freeze_all(), PROBES_ALONE)
     check(report, "half-open connections", capsys)
     assert "is half open and is closed" in caplog.text
 
 
-@pytest.mark.usefixtures("probes_alone")
 def test_half_open_transaction_holds_no_locks_on_the_server(
     proxy: TcpProxy, database: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The session that the server still keeps has locked the record. Only a probe can end this session."""
-    store, other = PostgresStore(through(proxy, database)), PostgresStore(database)
+    store = PostgresStore(through(proxy, database), waits=PROBES_ALONE)
+    other = PostgresStore(database)
     message_id = insert(store)
     freezes = [proxy.freeze_all]
 
@@ -403,11 +382,10 @@ def test_half_open_transaction_holds_no_locks_on_the_server(
     other.close()
 
 
-@pytest.mark.usefixtures("early_probes")
 def test_server_that_works_is_not_interrupted_by_a_probe(
     database: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = PostgresStore(database)
+    store = PostgresStore(database, waits=EARLY_PROBES)
     insert(store)
     asked = []
 

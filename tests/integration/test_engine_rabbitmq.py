@@ -12,6 +12,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pika  # type: ignore[import-untyped]
 import psycopg
 import pytest
@@ -22,22 +23,21 @@ from postroom.core.lifecycle.retry import Retry
 from postroom.errors import InvalidSetting
 from postroom.message import ENGINE_PREFIX, Envelope
 from postroom.stores.base import Listing
-from postroom.stores.rabbitmq import lanes
-from postroom.stores.rabbitmq import transaction as rabbitmq_transaction
 from postroom.stores.rabbitmq.lanes import (
-    OWN_LANES_MAX,
     Deliveries,
     Note,
     Outgoing,
+    RabbitLimits,
     Topology,
     is_shard,
     shard_of,
 )
 from postroom.stores.rabbitmq.store import RabbitStore
-from postroom.stores.rabbitmq.transaction import HOMES, own_homes
+from postroom.stores.rabbitmq.transaction import HOMES, HOMES_A_PAGE, own_homes
 from postroom.stores.transaction import Transaction
 from tests.integration.commandline import isolate, postroom
 from tests.postgresserver import database, postgres, store_url
+from tests.rabbitmqload import rabbit_store
 from tests.rabbitmqserver import RabbitServer
 from tests.waiting import HANG_GUARD_S
 from tests.waiting import until as until_true
@@ -46,6 +46,8 @@ __all__ = ["database", "postgres"]
 
 TYPE = "tool_call"
 DELIVERY_LIMIT = 2
+BROKER_ALONE = RabbitLimits(silence_s=3_600.0, late_ns=3_600 * 10**9)
+"""Nothing is claimed from the ledger itself, so that only the broker can deliver."""
 SECRET = "s3cret-pw"  # noqa: S105 - of a broker that the test starts
 
 
@@ -62,9 +64,8 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 @pytest.fixture
 def broker_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is claimed from the ledger itself, so that only the broker can deliver."""
-    monkeypatch.setattr(lanes, "SILENCE_S", 3_600.0)
+    monkeypatch.setattr(RabbitStore, "limits", BROKER_ALONE)
     monkeypatch.setattr(Deliveries, "take_new_home", lambda _self: False)
-    monkeypatch.setattr(rabbitmq_transaction, "LATE_NS", 3_600 * 10**9)
 
 
 @pytest.fixture
@@ -76,6 +77,11 @@ def url(rabbit: RabbitServer, tmp_path: Path) -> str:
 def any_url(rabbit: RabbitServer, tmp_path: Path, request: pytest.FixtureRequest) -> str:
     """A store over each kind of ledger."""
     return rabbit.url(store_url(request, tmp_path))
+
+
+def open_engine(url: str, **limits: Any) -> Engine:
+    """An engine with limits of its own. Only the broker can deliver."""
+    return Engine(rabbit_store(url, msgspec.structs.replace(BROKER_ALONE, **limits)))
 
 
 def store_of(engine: Engine) -> RabbitStore:
@@ -259,12 +265,11 @@ async def test_a_retry_and_a_delayed_message_come_back_through_delay_queues(any_
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
 async def test_a_delay_queue_that_expired_is_declared_before_the_next_message(
-    url: str, rabbit: RabbitServer, monkeypatch: pytest.MonkeyPatch
+    url: str, rabbit: RabbitServer
 ) -> None:
     """A message to a queue that is gone costs the connection: the broker closes its channel."""
     delay_ms = 300
-    monkeypatch.setattr(lanes, "DELAY_EXPIRY_MS_MIN", 1)
-    with Engine.open(url) as engine:
+    with open_engine(url, delay_expiry_ms_min=1) as engine:
         await submit(engine, 1)
         store, home = store_of(engine), "org:acme"
         broker, channel = store._started(), channel_of(rabbit)
@@ -398,12 +403,8 @@ async def test_five_rounds_of_retry_and_promotion_lose_nothing(url: str, rabbit:
 @pytest.mark.statement("broker-many-organizations")
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
-async def test_organizations_beyond_the_limit_share_shards_and_get_turns(
-    any_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rabbitmq_transaction, "OWN_LANES_MAX", 5)
-    monkeypatch.setattr("postroom.stores.rabbitmq.store.OWN_LANES_MAX", 5)
-    with Engine.open(any_url) as engine:
+async def test_organizations_beyond_the_limit_share_shards_and_get_turns(any_url: str) -> None:
+    with open_engine(any_url, own_lanes_max=5) as engine:
         seen = echo(engine)
         for number in range(5):
             await submit(engine, 1, org_id=f"own{number}")
@@ -433,16 +434,16 @@ async def test_250_organizations_are_served(url: str) -> None:
             await results(await engine.submit_many(messages))
         assert {org_id for org_id, _ in seen} == {f"o{number}" for number in range(250)}
         homes = store_of(engine).homes.values()
-        assert sum(not is_shard(home) for home in homes) == OWN_LANES_MAX
+        assert sum(not is_shard(home) for home in homes) == RabbitLimits().own_lanes_max
         assert sum(is_shard(home) for home in homes) == 50
 
 
 def test_two_processes_never_both_take_the_last_own_lanes(
-    rabbit: RabbitServer, emptied_database: str, monkeypatch: pytest.MonkeyPatch
+    rabbit: RabbitServer, emptied_database: str
 ) -> None:
-    monkeypatch.setattr(rabbitmq_transaction, "OWN_LANES_MAX", 1)
     url, has_taken, has_ended = rabbit.url(emptied_database), threading.Event(), threading.Event()
-    with closing(open_store(url)) as one, closing(open_store(url)) as other:
+    few = RabbitLimits(own_lanes_max=1)
+    with closing(rabbit_store(url, few)) as one, closing(rabbit_store(url, few)) as other:
 
         def take_first(transaction: Transaction) -> None:
             transaction.insert([Envelope(queue="org:one", payload=b"{}")])
@@ -468,15 +469,11 @@ def waits_for_lock(database: str) -> bool:
         return found.fetchone() is not None
 
 
-def test_a_new_worker_consumes_every_home_also_more_than_there_should_be(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rabbitmq_transaction, "OWN_LANES_MAX", 2)
-    monkeypatch.setattr("postroom.stores.rabbitmq.store.OWN_LANES_MAX", 2)
-    names = {f"org:{number}" for number in range(5)}
+def test_a_new_worker_consumes_every_home_also_more_than_there_should_be(url: str) -> None:
+    names = {f"org:{number}" for number in range(HOMES_A_PAGE + 5)}
     with closing(open_store(url.partition("ledger=")[2])) as ledger:
         ledger.write(lambda transaction: [transaction.cells.put(HOMES, name, b"1") for name in names])
-    with Engine.open(url) as engine:
+    with open_engine(url, own_lanes_max=2) as engine:
         store = store_of(engine)
         assert names | {f"shard-{number}" for number in range(64)} == store.read(store._known_homes)
 

@@ -13,20 +13,17 @@ from postroom.audit.segment_writer import SegmentSink
 from postroom.audit.shipper import Shipper
 from postroom.contracts.feeds import FileFeeds
 from postroom.logs import eventfiles
-from postroom.server.nats.mail_server import EventLog
+from postroom.server.nats.mail_server import EventFileLimits, EventLog
 
 KILLS = 3
 
 
-@pytest.fixture(autouse=True)
-def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eventfiles, "FILE_BYTES_MAX", 1_000)
-    monkeypatch.setattr(eventfiles, "SHIPPED_BYTES_MAX", 2_500)
-    monkeypatch.setattr(eventfiles, "TOTAL_BYTES_MAX", 10_000)
+SMALL = EventFileLimits(file_bytes_max=1_000, shipped_bytes_max=2_500, total_bytes_max=10_000)
 
 
 def opened(folder: Path) -> EventLog:
     log = EventLog(folder / eventfiles.GROWING, lambda _: None)
+    log.limits = SMALL
     log.open()
     return log
 
@@ -79,7 +76,7 @@ def test_shipped_files_are_removed_and_leave_no_descriptor_open(tmp_path: Path) 
         ]
     files = eventfiles.full_files(tmp_path)
     assert all(file.is_shipped for file in files)
-    assert sum(file.size for file in files) <= eventfiles.SHIPPED_BYTES_MAX + eventfiles.FILE_BYTES_MAX + 100
+    assert sum(file.size for file in files) <= SMALL.shipped_bytes_max + SMALL.file_bytes_max + 100
     assert len(held) <= len(files) + 2
     assert log.stats()["events_removed"] == 0
     log.close()
@@ -93,7 +90,7 @@ def test_without_a_shipper_the_files_are_bounded_and_removals_are_reported(
     tell(log, 0, 500)
     stats = log.stats()
     log.close()
-    assert stats["event_bytes"] <= eventfiles.TOTAL_BYTES_MAX + eventfiles.FILE_BYTES_MAX + 1_000
+    assert stats["event_bytes"] <= SMALL.total_bytes_max + SMALL.file_bytes_max + 1_000
     assert stats["events_removed"] > 0
     assert "were not all shipped" in caplog.text
     with shipper(tmp_path, tmp_path / "audit") as one:
@@ -132,9 +129,9 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from postroom.logs import eventfiles
-from postroom.server.nats.mail_server import EventLog
-eventfiles.FILE_BYTES_MAX, eventfiles.SHIPPED_BYTES_MAX = 1_000, 2_500
+from postroom.server.nats.mail_server import EventFileLimits, EventLog
 log = EventLog(Path(sys.argv[1]) / eventfiles.GROWING, lambda _: None)
+log.limits = EventFileLimits(file_bytes_max=1_000, shipped_bytes_max=2_500)
 log.open()
 number = int(sys.argv[2])
 while True:

@@ -16,8 +16,7 @@ from postroom.contracts.feeds import FileFeeds
 from postroom.contracts.mail.options import MailOptions
 from postroom.core.formats.events import OPERATIONS, AuditEvent
 from postroom.core.mail.mailbox import RANKS, Letter, Priority
-from postroom.server.nats import mail_server
-from postroom.server.nats.mail_server import EventLog
+from postroom.server.nats.mail_server import EventFileLimits, EventLog
 from tests.integration.commandline import isolate, postroom
 from tests.integration.mailservers import MailServer, serving
 from tests.mailservice import FakeLink, Harness
@@ -189,10 +188,10 @@ def test_a_torn_line_becomes_an_alert_and_the_next_line_is_whole(tmp_path: Path)
 
 
 def test_events_wait_for_space_and_lost_ones_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mail_server, "EVENTS_WAITING_BYTES_MAX", 2_000)
     log = opened(tmp_path)
+    log.limits = EventFileLimits(waiting_bytes_max=2_000)
     log("created", queue="before")
     log.write()
     size = (tmp_path / "events.jsonl").stat().st_size

@@ -14,15 +14,13 @@ import pytest
 from postroom import Backpressure, Engine, Policy
 from postroom.client import EngineClient
 from postroom.errors import InvalidSetting, Overloaded, Unavailable
-from postroom.stores.rabbitmq import lanes
-from postroom.stores.rabbitmq import link as rabbitmq_link
-from postroom.stores.rabbitmq import store as rabbitmq
+from postroom.stores.rabbitmq.lanes import RabbitLimits
 from postroom.stores.rabbitmq.store import RabbitStore
 from postroom.system.crypto.tls import make_self_signed
 from tests.integration.commandline import isolate
 from tests.integration.ups import running
 from tests.postgresserver import database, postgres
-from tests.rabbitmqload import LOOK_S, MORE, TYPE, Load, reset_at_every_phase, under_load
+from tests.rabbitmqload import LOOK_S, MORE, TYPE, Load, rabbit_store, reset_at_every_phase, under_load
 from tests.rabbitmqserver import RabbitServer, is_installed, port_mapper
 from tests.tcpproxy import TcpProxy
 from tests.waiting import HANG_GUARD_S, until
@@ -103,15 +101,12 @@ def wait_for_consumer_timeout(server: RabbitServer) -> None:
     connection.close()
 
 
-def test_no_delivery_is_held_until_the_consumer_timeout(
-    own_rabbit: RabbitServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_delivery_is_held_until_the_consumer_timeout(own_rabbit: RabbitServer, tmp_path: Path) -> None:
     """A busy worker gives back the deliveries that it cannot claim yet, before the broker acts."""
-    monkeypatch.setattr(lanes, "HELD_S", 0.5)
-    monkeypatch.setattr(rabbitmq, "HELD_LOOK_S", 0.2)
 
     async def run() -> None:
-        with Engine.open(own_rabbit.url(f"sqlite:///{tmp_path}/queue.db")) as engine:
+        url = own_rabbit.url(f"sqlite:///{tmp_path}/queue.db")
+        with Engine(rabbit_store(url, RabbitLimits(held_s=0.5, held_look_s=0.2))) as engine:
             held, done = asyncio.Event(), 0
 
             @engine.handler(TYPE)
@@ -207,10 +202,7 @@ def test_connections_that_are_reset_at_every_phase_lose_nothing(rabbit: RabbitSe
     check(load, "resets at every phase")
 
 
-def test_a_black_hole_between_engine_and_broker_loses_nothing(
-    rabbit: RabbitServer, database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rabbitmq, "HEARTBEAT_S", 1)
+def test_a_black_hole_between_engine_and_broker_loses_nothing(rabbit: RabbitServer, database: str) -> None:
     with TcpProxy(rabbit.port) as proxy:
 
         async def hole(load: Load) -> None:
@@ -220,7 +212,9 @@ def test_a_black_hole_between_engine_and_broker_loses_nothing(
             proxy.is_hole = False
             load.heal()
 
-        load = asyncio.run(under_load(rabbit.url(database, port=proxy.port), hole))
+        load = asyncio.run(
+            under_load(rabbit.url(database, port=proxy.port), hole, RabbitLimits(heartbeat_s=1))
+        )
     check(load, "black hole")
 
 
@@ -247,10 +241,7 @@ def test_a_broker_with_an_alarm_delays_nothing_for_good(
 
 
 @pytest.mark.statement("broker-acknowledgment")
-def test_half_open_connections_to_the_broker_lose_nothing(
-    rabbit: RabbitServer, database: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rabbitmq, "HEARTBEAT_S", 1)
+def test_half_open_connections_to_the_broker_lose_nothing(rabbit: RabbitServer, database: str) -> None:
     with TcpProxy(rabbit.port) as proxy:
 
         async def freeze(load: Load) -> None:
@@ -259,15 +250,16 @@ def test_half_open_connections_to_the_broker_lose_nothing(
             await load.until(lambda: load.store.broker_trouble)
             await load.until(lambda: not load.store.broker_trouble)
 
-        load = asyncio.run(under_load(rabbit.url(database, port=proxy.port), freeze))
+        load = asyncio.run(
+            under_load(rabbit.url(database, port=proxy.port), freeze, RabbitLimits(heartbeat_s=1))
+        )
     check(load, "half-open connections")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # as above
 def test_a_broker_that_is_away_from_the_beginning_is_used_when_it_comes(
-    rabbit: RabbitServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rabbit: RabbitServer, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(rabbitmq_link, "RECONNECT_S_MAX", 0.2)
     with TcpProxy(rabbit.port) as proxy:
         proxy.watch = lambda _chunk: "reset"
 
@@ -277,7 +269,7 @@ def test_a_broker_that_is_away_from_the_beginning_is_used_when_it_comes(
             load.heal()
 
         url = rabbit.url(f"sqlite:///{tmp_path}/queue.db", port=proxy.port)
-        load = asyncio.run(under_load(url, come))
+        load = asyncio.run(under_load(url, come, RabbitLimits(reconnect_s_max=0.2)))
     gc.collect()
     check(load, "broker away at first")
 
@@ -300,12 +292,11 @@ def test_the_depth_is_known_while_the_broker_is_away(rabbit: RabbitServer, datab
 
 
 def test_closing_a_store_leaves_no_socket_open_when_the_broker_is_silent(
-    rabbit: RabbitServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rabbit: RabbitServer, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(rabbitmq_link, "CLOSE_TIMEOUT_S", 0.4)
     with TcpProxy(rabbit.port) as proxy:
         url = rabbit.url(f"sqlite:///{tmp_path}/queue.db", port=proxy.port)
-        with Engine.open(url) as engine:
+        with Engine(rabbit_store(url, RabbitLimits(close_timeout_s=0.4))) as engine:
             asyncio.run(engine.submit(type=TYPE, org_id="acme", payload={}))
             assert not engine.store.broker_trouble
             before = open_sockets()

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 from postroom import Engine
-from postroom.stores.rabbitmq import link
-from postroom.stores.rabbitmq import store as rabbitmq
-from postroom.stores.rabbitmq.lanes import Topology
+from postroom.stores.rabbitmq.lanes import RabbitLimits, Topology
 from tests.integration.test_engine_rabbitmq import (
     TYPE,
     any_url,
@@ -17,6 +15,7 @@ from tests.integration.test_engine_rabbitmq import (
     echo,
     empty_lanes,
     in_loop,
+    open_engine,
     results,
     store_of,
     submit,
@@ -97,17 +96,16 @@ async def test_a_process_holds_no_more_deliveries_of_a_lane_than_its_prefetch(ur
 async def test_messages_refused_by_the_broker_are_published_again(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link, "REFUSED_PAUSE_S", 3_600.0)
     arguments, full = Topology._arguments, {"x-max-length": 1, "x-overflow": "reject-publish"}
     monkeypatch.setattr(Topology, "_arguments", lambda *args: {**arguments(*args), **full})
-    with Engine.open(url) as engine:
+    with open_engine(url, refused_pause_s=3_600.0) as engine:
         echo(engine)
         handles = await submit(engine, 4)
         broker = store_of(engine)._started()
         await until(lambda: len(broker._refused) == 3)
         assert broker._safe is not None
         assert broker._safe._published == 4, "refused messages are published without a pause"
-        monkeypatch.setattr(link, "REFUSED_PAUSE_S", 0.1)
+        broker.limits = RabbitLimits(refused_pause_s=0.1)
         broker._soon(broker._publish_refused)
         async with working(engine):
             assert await results(handles) == [*range(4)]
@@ -116,11 +114,9 @@ async def test_messages_refused_by_the_broker_are_published_again(
 @pytest.mark.usefixtures("broker_alone")
 @in_loop
 async def test_workers_compare_the_lanes_with_the_ledger_from_time_to_time(
-    url: str, rabbit: RabbitServer, monkeypatch: pytest.MonkeyPatch
+    url: str, rabbit: RabbitServer
 ) -> None:
-    monkeypatch.setattr(rabbitmq, "RECONCILE_S", 0.3)
-    monkeypatch.setattr(rabbitmq, "HELD_LOOK_S", 0.1)
-    with Engine.open(url) as engine:
+    with open_engine(url, reconcile_s=0.3, held_look_s=0.1) as engine:
         echo(engine)
         handles = await submit(engine, 5)
         store = store_of(engine)

@@ -11,11 +11,11 @@ from postroom.engine.agents.agent_operations import AgentOperations
 from postroom.engine.rules.claims import Claims
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.outcomes import Outcome
-from postroom.server.routes import agent_handlers
 from postroom.server.routes.agent_handlers import Reached, _stream_page
+from postroom.server.routes.event_streams import STREAM_PAGE_BYTES_MAX
 
 REQUESTS = 6
-ANSWER_BYTES = 1_000
+ANSWER_BYTES = STREAM_PAGE_BYTES_MAX // 2
 
 
 @pytest.fixture
@@ -57,8 +57,7 @@ def answered(engine: Engine) -> Agent:
     return agent
 
 
-def test_a_page_of_a_stream_has_a_limit(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_handlers, "STREAM_PAGE_BYTES_MAX", 2 * ANSWER_BYTES)
+def test_a_page_of_a_stream_has_a_limit(engine: Engine) -> None:
     agent, reached, pages = answered(engine), Reached(), list[bytes]()
 
     def page(at: Reached) -> tuple[bytes, Reached | None]:

@@ -73,10 +73,8 @@ def test_an_entry_starts_a_new_line_after_an_unfinished_one(audit: AuditFile, pa
     assert path.read_bytes() == b'{"n":0}\n{"n":\n{"n":1}\n'
 
 
-def test_lines_follow_a_file_that_was_moved_away(
-    audit: AuditFile, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(auditfile, "REOPEN_EVERY_S", 0.0)
+def test_lines_follow_a_file_that_was_moved_away(audit: AuditFile, path: Path) -> None:
+    audit.reopen_every_s = 0.0
     audit.write(Entry(1))
     path.rename(path.with_name("audit.old"))
     audit.write(Entry(2))

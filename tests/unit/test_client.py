@@ -285,13 +285,13 @@ def test_a_call_about_an_unclaimed_task_needs_a_lease() -> None:
     assert server.requests == []
 
 
-def test_remembered_leases_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "LEASES_REMEMBERED_MAX", 2)
-    claimed = [given(task_id=f"t{number}", lease=number).body for number in range(4)]
+def test_remembered_leases_are_limited() -> None:
+    count = tasks.LEASES_REMEMBERED_MAX + 2
+    claimed = [given(task_id=f"t{number}", lease=number).body for number in range(count)]
     with harness(Answer(200, {"tasks": claimed}), ACCEPTED) as server, client_of(server) as client:
-        client.next_tasks(4)
+        client.next_tasks(count)
         client.heartbeat("t2")
-        client.heartbeat("t3")
+        client.heartbeat(f"t{count - 1}")
         with pytest.raises(NotHeld):
             client.heartbeat("t1")
 

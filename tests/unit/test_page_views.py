@@ -18,7 +18,7 @@ from postroom.message import Event
 from postroom.page import messages
 from postroom.page.letters import patterns, preview
 from postroom.page.live import Batch, happenings_of
-from postroom.page.messages import MessagesViewQuery, lines, tree
+from postroom.page.messages import MessagesViewQuery, WalkLimits, lines, tree
 from postroom.page.reports import REPORT_BYTES_MAX, Files, content_of, files_in, is_stale
 from postroom.server.http.exchange import Refusal
 from postroom.stores.base import ByIds
@@ -85,10 +85,12 @@ def wait(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(coroutine)
 
 
-def listed(engine: Engine, org_id: str | None = None, **query: Any) -> messages.MessageRows:
+def listed(
+    engine: Engine, org_id: str | None = None, limits: WalkLimits = messages.WALK, **query: Any
+) -> messages.MessageRows:
     wanted = MessagesViewQuery(**query)
     return engine.store.read(
-        lambda transaction: lines(Operations(transaction, engine.policy), wanted, org_id)
+        lambda transaction: lines(Operations(transaction, engine.policy), wanted, org_id, limits)
     )
 
 
@@ -109,44 +111,37 @@ def test_a_list_is_read_by_cursor_from_the_newest_on(engine: Engine) -> None:
     assert len(listed(engine).messages) == 10
 
 
-def test_a_search_stops_at_its_bound_and_goes_on_from_there(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(messages, "LOOKED_MAX", 4)
+def test_a_search_stops_at_its_bound_and_goes_on_from_there(engine: Engine) -> None:
+    few = WalkLimits(looked_max=4)
     [wanted] = submitted(engine, 1, payload={"name": "Needle"})
     submitted(engine, 9)
-    page, calls = listed(engine, text="needle"), 1
+    page, calls = listed(engine, limits=few, text="needle"), 1
     while not page.messages and page.before:
-        page, calls = listed(engine, text="needle", before=page.before), calls + 1
+        page, calls = listed(engine, limits=few, text="needle", before=page.before), calls + 1
     assert [line.message_id for line in page.messages] == [wanted]
     assert calls == 3
 
 
-def test_few_messages_of_an_organization_are_found_among_many(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_messages_of_an_organization_are_found_among_many(engine: Engine) -> None:
     """One call walks back a bounded number of records, also when none of them fits."""
-    monkeypatch.setattr(messages, "NUMBERS_A_READ", 10)
-    monkeypatch.setattr(messages, "READS_MAX", 2)
+    few = WalkLimits(numbers_a_read=10, reads_max=2)
     [rare] = submitted(engine, 1, "b")
     submitted(engine, 30)
-    page = listed(engine, "b")
+    page = listed(engine, "b", few)
     assert page.messages == []
     assert page.before > 0
     while page.before and not page.messages:
-        page = listed(engine, "b", before=page.before)
+        page = listed(engine, "b", few, before=page.before)
     assert [line.message_id for line in page.messages] == [rare]
 
 
-def test_no_record_is_looked_at_when_the_counters_say_that_none_fits(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(messages, "NUMBERS_A_READ", 10)
-    monkeypatch.setattr(messages, "READS_MAX", 2)
+def test_no_record_is_looked_at_when_the_counters_say_that_none_fits(engine: Engine) -> None:
+    few = WalkLimits(numbers_a_read=10, reads_max=2)
     submitted(engine, 30)
-    assert listed(engine, state="QUEUED").messages
-    assert listed(engine, state="COMPLETED") == messages.MessageRows([], 0)  # a walk would stop with a cursor
-    assert listed(engine, "nobody") == messages.MessageRows([], 0)
+    assert listed(engine, limits=few, state="QUEUED").messages
+    ended = listed(engine, limits=few, state="COMPLETED")
+    assert ended == messages.MessageRows([], 0)  # a walk would stop with a cursor
+    assert listed(engine, "nobody", few) == messages.MessageRows([], 0)
 
 
 def test_dead_letter_search_stops_at_its_bound_and_continues(engine: Engine) -> None:

@@ -179,10 +179,11 @@ def test_repeated_searches_return_each_event_once(tmp_path: Path) -> None:
     assert len(troubles) == 1
 
 
-def test_a_search_keeps_few_indexes_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("postroom.audit.reader.INDEXES_MAX", 2)
+def test_a_search_keeps_few_indexes_open(tmp_path: Path) -> None:
     sealed_folder(tmp_path)
-    with Segments(tmp_path).searching() as find:
+    segments = Segments(tmp_path)
+    segments.indexes_max = 2
+    with segments.searching() as find:
         found = find([f"{SOURCE}-trace{n}" for n in range(3)]) + find([f"{SOURCE}-trace{n}" for n in (3, 4)])
     assert seqs(found) == list(range(1, 81))
 
@@ -264,8 +265,9 @@ def test_a_reader_keeps_its_position_while_the_writer_seals(tmp_path: Path) -> N
         assert [event.seq for event in reader] == list(range(2, 11))
 
 
-def test_blocks_end_where_lines_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_end_where_lines_end(tmp_path: Path) -> None:
     sealed_folder(tmp_path)
     for size in (1, 100, 333, 5_000):
-        monkeypatch.setattr("postroom.audit.reader.BLOCK_BYTES", size)
-        assert seqs(list(Segments(tmp_path).events())) == list(range(1, 81))
+        segments = Segments(tmp_path)
+        segments.block_bytes = size
+        assert seqs(list(segments.events())) == list(range(1, 81))

@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
-from postroom.server.telemetry import server_log as module
-from postroom.server.telemetry.server_log import FIELD_CHARS_MAX, ServerLog, ServerLogHandler, error_location
+from postroom.server.telemetry.server_log import (
+    FIELD_CHARS_MAX,
+    LogLimits,
+    ServerLog,
+    ServerLogHandler,
+    error_location,
+)
 from tests.waiting import HANG_GUARD_S
 
 
@@ -44,22 +49,22 @@ def test_any_field_value_stays_on_one_line(text: str) -> None:
     assert line["agent"] == text
 
 
-def test_events_of_anonymous_callers_are_logged_rarely_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RARELY_S", 3_600.0)
+def test_events_of_anonymous_callers_are_logged_rarely_and_counted() -> None:
     stream = io.StringIO()
     server_log = ServerLog(stream)
+    server_log.limits = LogLimits(rarely_s=3_600.0)
     for _ in range(1_000):
         server_log.write_rarely("refused", status=401)
-    monkeypatch.setattr(module, "RARELY_S", 0.0)
+    server_log.limits = LogLimits(rarely_s=0.0)
     server_log.write_rarely("refused", status=401)
     server_log.close()
     assert [line["times"] for line in lines_of(stream)] == [1, 1_000]
 
 
-def test_warnings_about_malformed_http_are_logged_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RARELY_S", 3_600.0)
+def test_warnings_about_malformed_http_are_logged_rarely() -> None:
     stream = io.StringIO()
     server_log = ServerLog(stream)
+    server_log.limits = LogLimits(rarely_s=3_600.0)
     handler = ServerLogHandler(server_log)
     for level, name in ((logging.WARNING, "uvicorn.error"), (logging.ERROR, "uvicorn.error")) * 3:
         handler.emit(logging.LogRecord(name, level, "", 0, "something", None, None))
@@ -76,12 +81,11 @@ def test_a_long_field_is_truncated() -> None:
     assert len(lines_of(stream)[0]["task_id"]) == FIELD_CHARS_MAX
 
 
-def test_a_stopped_reader_does_not_block_writers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LINES_WAITING_MAX", 100)
-    monkeypatch.setattr(module, "CLOSE_TIMEOUT_S", 0.1)
+def test_a_stopped_reader_does_not_block_writers() -> None:
     reading, writing = os.pipe()
     stuck = os.fdopen(writing, "w")
     server_log = ServerLog(stuck)
+    server_log.limits = LogLimits(lines_waiting_max=100, close_timeout_s=0.1)
     for _ in range(3_000):
         server_log.write("claimed", task_id="x" * 100)
     server_log.close()
@@ -94,11 +98,10 @@ def test_a_stopped_reader_does_not_block_writers(monkeypatch: pytest.MonkeyPatch
 
 
 def test_dropped_lines_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LINES_WAITING_MAX", 10)
-    monkeypatch.setattr(module, "GATHER_S", 60.0)  # nothing is written before the end
     stream = io.StringIO()
     server_log = ServerLog(stream)
-    monkeypatch.setattr(server_log, "_start", lambda: None)
+    server_log.limits = LogLimits(lines_waiting_max=10)
+    monkeypatch.setattr(server_log, "_start", lambda: None)  # nothing is written before the end
     for _ in range(15):
         server_log.write("claimed")
     server_log.close()

@@ -103,18 +103,16 @@ def check(tree: SubjectIndex[Interest], interests: list[Interest], subject: byte
     assert set(tree.literal(subject)) == {interest for interest in interests if interest.pattern == subject}
 
 
-def test_cached_matches_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subjects, "MATCHES_KEPT_MAX", 10)
-    tree: SubjectIndex[Interest] = SubjectIndex()
+def test_cached_matches_are_dropped() -> None:
+    tree: SubjectIndex[Interest] = SubjectIndex(subjects.CacheUse(10))
     tree.add(b"in.*", Interest(b"in.*"))
     for number in range(100):
         assert len(tree.match(b"in.%d" % number).each) == 1
         assert len(tree._cache) <= 10
 
 
-def test_matches_with_many_subscriptions_are_kept_only_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subjects, "MATCHED_KEPT_MAX", 100)
-    subscriptions: SubjectIndex[Interest] = SubjectIndex()
+def test_matches_with_many_subscriptions_are_kept_only_up_to_a_limit() -> None:
+    subscriptions: SubjectIndex[Interest] = SubjectIndex(subjects.CacheUse(subscriptions_max=100))
     for number in range(40):
         subscriptions.add(b">", Interest(b">", b"g" if number % 2 else b""))
     for number in range(20):
@@ -130,10 +128,8 @@ def test_matches_with_many_subscriptions_are_kept_only_up_to_a_limit(monkeypatch
     assert len(subscriptions._cache) == 2
 
 
-def test_several_indexes_cache_no_more_together_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subjects, "MATCHES_KEPT_MAX", 10)
-    monkeypatch.setattr(subjects, "MATCHED_KEPT_MAX", 15)
-    use = subjects.CacheUse()
+def test_several_indexes_cache_no_more_together_than_one() -> None:
+    use = subjects.CacheUse(10, 15)
     indexes: list[SubjectIndex[Interest]] = [SubjectIndex(use) for _ in range(3)]
     for count, index in enumerate(indexes):
         for _ in range(count):

@@ -13,7 +13,7 @@ import pytest
 from postroom.core.gate import Owner, permit
 from postroom.errors import InvalidMessage, InvalidName, StoreDamaged, UnknownToken
 from postroom.server.access.registry import Agents
-from postroom.server.access.tokens import FILE_NAME, Permissions, TokenRegistry, digest_of
+from postroom.server.access.tokens import FILE_NAME, Permissions, TokenLimits, TokenRegistry, digest_of
 
 
 def expire(folder: Path, token_id: str) -> None:
@@ -136,11 +136,9 @@ def test_a_rotation_keeps_no_entry_that_has_ended(tmp_path: Path) -> None:
     assert [token.token_id for token in tokens.list()] == [one.token_id for one in made]
 
 
-def test_a_rotation_with_an_overlap_is_refused_at_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("postroom.server.access.tokens.TOKENS_MAX", 1)
+def test_a_rotation_with_an_overlap_is_refused_at_the_limit(tmp_path: Path) -> None:
     tokens = TokenRegistry(tmp_path)
+    tokens.limits = TokenLimits(tokens=1)
     old = tokens.create("operator")
     with pytest.raises(InvalidMessage, match="there are 1 tokens already"):
         tokens.rotate(old.token_id, overlap_s=60)
@@ -149,11 +147,9 @@ def test_a_rotation_with_an_overlap_is_refused_at_the_limit(
     assert len(tokens.list()) == 1
 
 
-def test_tokens_of_an_organization_leave_room_for_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("postroom.server.access.tokens.TOKENS_AN_ORGANIZATION_MAX", 2)
+def test_tokens_of_an_organization_leave_room_for_others(tmp_path: Path) -> None:
     tokens = TokenRegistry(tmp_path)
+    tokens.limits = TokenLimits(of_organization_max=2)
     made = [tokens.create("agent", "acme", name) for name in ("ada", "ben")]
     with pytest.raises(InvalidMessage, match="'acme' has 2 tokens already, which is the limit"):
         tokens.create("agent", "acme", "cleo")
@@ -165,11 +161,9 @@ def test_tokens_of_an_organization_leave_room_for_others(
     tokens.create("agent", "acme", "cleo")
 
 
-def test_the_permissions_of_an_organization_name_a_limited_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("postroom.server.access.tokens.PERMITTED_NAMES_AN_ORGANIZATION_MAX", 5)
+def test_the_permissions_of_an_organization_name_a_limited_number(tmp_path: Path) -> None:
     tokens = TokenRegistry(tmp_path)
+    tokens.limits = TokenLimits(permitted_names_max=5)
     three = Permissions(only_message=("a", "b"), only_buses=("c",))
     made = tokens.create("agent", "acme", "ada", permissions=three)
     tokens.create("agent", "other", "ben", permissions=three)

@@ -23,7 +23,6 @@ from postroom.errors import InvalidMessage, UnsafePath, reason
 from postroom.system.atomic import absolute_path, open_safely
 from postroom.system.log import library_log
 
-BLOCK_BYTES = 1 << 20
 NEEDLES_MAX = 16  # ids searched for in the raw bytes; with more, every line is decoded
 INDEXES_MAX = 4_096  # indexes that a search keeps open; a process may not map more than 65,530 files
 
@@ -72,6 +71,9 @@ class Segments:
     `on_trouble` is called with one line of text for each unreadable line, missing segment and invalid index.
     The default logs a warning.
     """
+
+    block_bytes = 1 << 20
+    indexes_max = INDEXES_MAX
 
     def __init__(
         self, folder: str | os.PathLike[str], *, on_trouble: Callable[[str], None] | None = None
@@ -230,7 +232,7 @@ class Segments:
             yield from events
 
     def _decoded_blocks(self, opened: _OpenFile) -> Iterator[tuple[int, bytes, list[AuditEvent]]]:
-        for at, block in _blocks(opened):
+        for at, block in _blocks(opened, self.block_bytes):
             try:
                 yield at, block, decode_lines(block)
             except msgspec.DecodeError:
@@ -273,7 +275,7 @@ class Segments:
             return None
         try:
             index = search.indexes.get(entry.n) or Index(index_path(self.folder, entry.n), entry.sha256)
-            kept = len(search.indexes) < INDEXES_MAX or entry.n in search.indexes
+            kept = len(search.indexes) < self.indexes_max or entry.n in search.indexes
             if kept:
                 search.indexes[entry.n] = index
             try:
@@ -314,7 +316,7 @@ class Segments:
     def _scanned(self, opened: _OpenFile, wanted: set[str]) -> Iterator[tuple[int, AuditEvent | None]]:
         """The lines of a file. A block whose bytes contain none of the ids is not decoded."""
         needles = [msgspec.json.encode(one)[1:-1] for one in wanted]
-        for at, block in _blocks(opened):
+        for at, block in _blocks(opened, self.block_bytes):
             if len(needles) > NEEDLES_MAX or any(needle in block for needle in needles):
                 yield from self._lines_of(opened, at, block)
 
@@ -323,11 +325,11 @@ def _binary(path: Path) -> BinaryIO:
     return os.fdopen(open_safely(path, os.O_RDONLY), "rb")
 
 
-def _blocks(opened: _OpenFile) -> Iterator[tuple[int, bytes]]:
+def _blocks(opened: _OpenFile, block_bytes: int) -> Iterator[tuple[int, bytes]]:
     """Blocks of complete lines and their offsets. Bytes after the last newline are left out."""
     at = opened.start
     opened.file.seek(at)
-    while at < opened.end and (block := opened.file.read(BLOCK_BYTES) + opened.file.readline()):
+    while at < opened.end and (block := opened.file.read(block_bytes) + opened.file.readline()):
         block = block[: opened.end - at]
         yield at, block[: block.rfind(b"\n") + 1]
         at += len(block)
@@ -348,7 +350,7 @@ def _ids_of(event: AuditEvent) -> set[str]:
 def _table(opened: _OpenFile) -> dict[str, list[int]]:
     """The line offsets of each id. Unreadable lines, which the first scan has reported, are left out."""
     table: dict[str, list[int]] = {}
-    for at, block in _blocks(opened):
+    for at, block in _blocks(opened, Segments.block_bytes):
         offset = at
         for line in block.split(b"\n")[:-1]:
             with suppress(msgspec.DecodeError):

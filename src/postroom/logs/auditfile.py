@@ -26,6 +26,7 @@ _encode = msgspec.json.Encoder().encode
 class AuditFile:
     """An append-only file shared by all sessions; each line is a single O_APPEND write."""
 
+    reopen_every_s = REOPEN_EVERY_S
     _fd = -1
 
     def __init__(self, path: Path, durability: Durability) -> None:
@@ -67,7 +68,7 @@ class AuditFile:
         self._fd = open_safely(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, PRIVATE_FILE_MODE)
         size = os.fstat(self._fd).st_size
         self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
-        self._reopen_at = now + REOPEN_EVERY_S
+        self._reopen_at = now + self.reopen_every_s
 
     def __del__(self) -> None:
         self.close()

@@ -2,7 +2,7 @@
 
 Rule 1: only the server writes, renames and removes files. A renamed file is full and never changes.
 Rule 2: the shipper renames a full file once a stream holds all of its events, and does nothing else here.
-Rule 3: shipped files are removed first. An unshipped file is removed only above `TOTAL_BYTES_MAX`, and the
+Rule 3: shipped files are removed first. An unshipped file is removed only above `total_bytes_max`, and the
         number of its events is reported.
 """
 
@@ -16,9 +16,6 @@ from typing import NamedTuple
 from postroom.system.atomic import open_safely
 
 GROWING = "events.jsonl"
-FILE_BYTES_MAX = 64 << 20  # size at which the growing file is full
-SHIPPED_BYTES_MAX = 128 << 20  # total size of the shipped files that are kept
-TOTAL_BYTES_MAX = 1 << 30  # total size of all full files, shipped or not
 COUNT_BYTES = 1 << 20  # bytes per read when counting lines
 
 _FULL = re.compile(r"events-(\d{8,12})(\.shipped)?\.jsonl")

@@ -48,14 +48,21 @@ T = TypeVar("T")
 LINES_DEFAULT: Final = 50
 LINES_MAX: Final = 200
 PageSize = Annotated[int, Meta(ge=1, le=LINES_MAX)]
-LOOKED_MAX: Final = 500  # messages that one search decodes
-NUMBERS_A_READ: Final = 100_000
-"""How many numbers one look at the records walks back. Records have about every fourth number."""
-READS_MAX: Final = 10
 CHILDREN_LOOKED_MAX: Final = 500  # messages that one message's children are looked for among
 TREE_NODES_MAX: Final = 200
 TREE_LOOKED_MAX: Final = 2_000
 PARENTS_MAX: Final = 50
+
+
+class WalkLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one call walks back. Users do not set it."""
+
+    looked_max: int = 500  # messages that one search decodes
+    numbers_a_read: int = 100_000  # that one look at the records walks back; records have every fourth
+    reads_max: int = 10
+
+
+WALK: Final = WalkLimits()
 FREE_FIELDS: Final = ("context", "metadata", "resource_limits", "extra")
 """Fields that a sender may fill with anything."""
 PLAIN_FIELDS: Final = (
@@ -145,7 +152,9 @@ def _shown_line(request: HttpRequest, line: MessageRow) -> MessageRow:
     )
 
 
-def lines(operations: Operations, query: MessagesViewQuery, org_id: str | None) -> MessageRows:
+def lines(
+    operations: Operations, query: MessagesViewQuery, org_id: str | None, limits: WalkLimits = WALK
+) -> MessageRows:
     """The newest messages that fit a query."""
     by_id = _by_id(operations, query.text, org_id)
     if by_id is not None and not query.before:
@@ -154,8 +163,8 @@ def lines(operations: Operations, query: MessagesViewQuery, org_id: str | None) 
     last, searched, wanted = None, 0, query.text.strip().casefold()
     queue = None if org_id is None else ENGINE_PREFIX + org_id
     state = None if query.state is UNSET else query.state
-    size = LOOKED_MAX if query.text or query.type else query.limit
-    newest = newest_first(operations.transaction, queue, state, query.before, size)
+    size = limits.looked_max if query.text or query.type else query.limit
+    newest = newest_first(operations.transaction, queue, state, query.before, size, limits)
     of_organizations = (one for one in newest if isinstance(one, int) or org_of(one.queue))
     for looked, record in enumerate(of_organizations, 1):
         if isinstance(record, int):  # the numbers that one call may walk are used up
@@ -170,13 +179,18 @@ def lines(operations: Operations, query: MessagesViewQuery, org_id: str | None) 
                 content = searchable(operations, stored).decode().casefold()
                 searched += len(content)
                 found += [line] if wanted in content else []
-        if len(found) == query.limit or looked == LOOKED_MAX or searched >= SEARCHED_BYTES_MAX:
+        if len(found) == query.limit or looked == limits.looked_max or searched >= SEARCHED_BYTES_MAX:
             return MessageRows(found, record.seq, accepted_at(record))
     return MessageRows(found, 0)
 
 
 def newest_first(
-    transaction: Transaction, queue: str | None, state: State | None, before: int, page: int
+    transaction: Transaction,
+    queue: str | None,
+    state: State | None,
+    before: int,
+    page: int,
+    limits: WalkLimits = WALK,
 ) -> "Iterator[Record | int]":
     """Records below the number `before`, the newest first. Ends with the number to go on from, if any.
 
@@ -186,8 +200,8 @@ def newest_first(
     counts = by_state(transaction.lanes.total() if queue is None else transaction.lanes.depth(queue))
     if not any(n for what, n in counts.items() if what != "LAPSES" and state in (None, what)):
         return  # by the counters: no record is looked at
-    for _ in range(READS_MAX):
-        lowest = max(0, before - NUMBERS_A_READ)
+    for _ in range(limits.reads_max):
+        lowest = max(0, before - limits.numbers_a_read)
         while found := transaction.records.find(Listing(queue, state, lowest - 1, page, before)):
             yield from found
             before = found[-1].seq

@@ -88,8 +88,6 @@ TASK_ENDED = ".ended"
 """The wake-up for ended tasks. No agent's name begins with a dot."""
 
 
-PURGE_EVERY_CALLS = 1_000
-PURGE_EVERY_S = 60.0
 KEEP_FINISHED_S = 7 * 86_400.0
 KEEP_DEAD_S = 90 * 86_400.0
 KEEP_KEYS_S = 30 * 86_400.0
@@ -103,6 +101,15 @@ class Retention(msgspec.Struct, frozen=True):
     events_s: float = KEEP_FINISHED_S
     """Of events that no shipper has taken."""
     keys_s: float = KEEP_KEYS_S
+
+
+class TaskLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Intervals that users do not set."""
+
+    look_again_s: float = LOOK_AGAIN_S
+    look_again_deaf_s: float = LOOK_AGAIN_DEAF_S
+    purge_every_calls: int = 1_000
+    purge_every_s: float = 60.0
 
 
 class TaskPurge:
@@ -120,12 +127,12 @@ class TaskPurge:
         """Count calls that bring the next purge nearer."""
         self._calls += calls
 
-    def run_if_due(self, calls: int) -> None:
-        """Count `calls`, and purge after `PURGE_EVERY_CALLS` of them or `PURGE_EVERY_S`."""
+    def run_if_due(self, calls: int, limits: TaskLimits) -> None:
+        """Count `calls`, and purge after `purge_every_calls` of them or `purge_every_s`."""
         self._calls += calls
         now = time.monotonic()
-        is_late = now >= self._last + PURGE_EVERY_S
-        if self._calls < PURGE_EVERY_CALLS and not is_late:
+        is_late = now >= self._last + limits.purge_every_s
+        if self._calls < limits.purge_every_calls and not is_late:
             return
         # Many calls alone are not a reason: a purge is worth it when the oldest task has expired.
         is_worth_it = is_late or self._has_expired(self._store.find(Listing(limit=1)))
@@ -168,6 +175,8 @@ class Tasks(Closing):
     `durability` applies to tasks that name none: "os" survives the end of any process, "group" and
     "fsync" also a power cut. Safe to share between threads, and across fork.
     """
+
+    limits = TaskLimits()
 
     def __init__(
         self,
@@ -269,7 +278,7 @@ class Tasks(Closing):
         For a server: `tasks.run_many([lambda operations: operations.release(task_id, lease), ...])`.
         `makes_room` marks calls that must also succeed on a full disk.
         """
-        self._purge.run_if_due(len(calls))
+        self._purge.run_if_due(len(calls), self.limits)
         self._backlog.look()
         rules = self.rules
 
@@ -306,14 +315,18 @@ class Tasks(Closing):
 
     def claim_now(self, terms: Claim) -> list[LeasedTask]:
         """Lease the tasks that are ready now."""
-        self._purge.run_if_due(terms.limit)
+        self._purge.run_if_due(terms.limit, self.limits)
         return self._write(lambda operations: operations.claim(terms))
 
     def pause_s(self, agent: str) -> float:
         """How long a claim may wait for a wake-up before it has to look again."""
-        longest = LOOK_AGAIN_S if self.notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
+        longest = self._longest_pause_s()
         starts_ns = self.store.next_work_ns(agent)
         return longest if starts_ns is None else min(longest, starts_ns / NANOS_PER_S)
+
+    def _longest_pause_s(self) -> float:
+        hears = self.notifier.hears_other_processes
+        return self.limits.look_again_s if hears else self.limits.look_again_deaf_s
 
     # ---- lease holders -------------------------------------------------------------------------
 
@@ -338,7 +351,7 @@ class Tasks(Closing):
         check_claim_limit(claim_next, "claim_next", 0)
         results = checked_results(finished)
         if claim_next:
-            self._purge.run_if_due(claim_next)
+            self._purge.run_if_due(claim_next, self.limits)
         claimed = self._write(lambda operations: operations.complete(results, claim_next), makes_room=True)
         self._purge.count(len(results))
         return claimed
@@ -421,7 +434,7 @@ class Tasks(Closing):
             while not self.ended([task_id]) and (left_s := deadline - time.monotonic()) > 0:
                 woken.wait(min(left_s, pause_s))
                 woken.clear()
-                pause_s = LOOK_AGAIN_S if self.notifier.hears_other_processes else LOOK_AGAIN_DEAF_S
+                pause_s = self._longest_pause_s()
 
     def ended(self, task_ids: Sequence[str]) -> set[str]:
         """Return those of these tasks that have ended. A purged task counts as ended."""

@@ -123,14 +123,18 @@ class _Node(Generic[T]):
 class CacheUse:
     """Shared use of the caches of several indexes. Above a limit, all caches are emptied."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, matches_max: int = MATCHES_KEPT_MAX, subscriptions_max: int = MATCHED_KEPT_MAX
+    ) -> None:
+        self.matches_max = matches_max
+        self.subscriptions_max = subscriptions_max
         self.matches = 0
         self.subscriptions = 0
         self.indexes: WeakSet[SubjectIndex[Any]] = WeakSet()
 
     def make_room(self, size: int) -> None:
         """Make room for one more match with `size` subscriptions."""
-        if self.matches >= MATCHES_KEPT_MAX or self.subscriptions + size > MATCHED_KEPT_MAX:
+        if self.matches >= self.matches_max or self.subscriptions + size > self.subscriptions_max:
             for index in self.indexes:
                 index.clear_cache()
 
@@ -192,7 +196,7 @@ class SubjectIndex(Generic[T]):
     def _cache_match(self, subject: bytes, match: Match[T]) -> None:
         size = match.size
         self._use.make_room(size)
-        if size <= MATCHED_KEPT_MAX:
+        if size <= self._use.subscriptions_max:
             self._cache[subject] = match
             self._count_cached(1, size)
 

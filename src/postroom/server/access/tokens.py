@@ -34,8 +34,6 @@ DEMO_PREFIX = "demo-"  # of the organizations and agents of the demo
 TOKEN_CHARS = len(TOKEN_PREFIX) + 43
 TOKEN_ID_BYTES = 6
 TOKENS_MAX = 10_000
-TOKENS_AN_ORGANIZATION_MAX = 2_500
-PERMITTED_NAMES_AN_ORGANIZATION_MAX = 20_000
 
 ROLES: Final = get_args(Role)
 
@@ -145,8 +143,18 @@ class _TokenIndex(NamedTuple):
     """By agent: the organizations with tokens that claim its tasks."""
 
 
+class TokenLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits that users do not set."""
+
+    tokens: int = TOKENS_MAX
+    of_organization_max: int = 2_500
+    permitted_names_max: int = 20_000
+
+
 class TokenRegistry:
     """The tokens of a data folder. A file changed by another process is read again."""
+
+    limits = TokenLimits()
 
     def __init__(self, data: Path) -> None:
         self._file = RegistryFile(data / FILE_NAME, "tokens", RegisteredToken)
@@ -171,7 +179,7 @@ class TokenRegistry:
         expires = None if expires_s is None else now + timedelta(seconds=_lifetime(expires_s))
         made = NewToken(new_token(), secrets.token_hex(TOKEN_ID_BYTES))
         with self._changing() as tokens:
-            _check_room(tokens, org, permissions)
+            self._check_room(tokens, org, permissions)
             if any(agent == token.token_id for token in tokens):  # the name of an operator without an agent
                 raise InvalidMessage(f"{agent!r} is the id of a token: choose another name of the agent")
             expires = _earliest(expires, _end_of(tokens, maker_id))
@@ -214,7 +222,7 @@ class TokenRegistry:
                     )  # fmt: skip
                     kept = [msgspec.structs.replace(old, expires=end)] if end > now else []
                     if kept:
-                        _check_room(tokens, old.org, old.permissions)
+                        self._check_room(tokens, old.org, old.permissions)
                     tokens[index : index + 1] = [*kept, successor]
                     return made
             raise _unknown(tokens, token_id)
@@ -244,6 +252,23 @@ class TokenRegistry:
         """Note that an organization owns the plain name of an agent."""
         with self._file.changing_all() as content:
             content.owners[agent] = org
+
+    def _check_room(self, tokens: Sequence[RegisteredToken], org: str, permissions: Permissions) -> None:
+        """Refuse a token beyond the limits. Every process reads all tokens again after each change."""
+        limits, of_org = self.limits, [token for token in tokens if token.org == org]
+        if len(tokens) >= limits.tokens:
+            raise InvalidMessage(f"there are {limits.tokens} tokens already, which is the limit")
+        if org and len(of_org) >= limits.of_organization_max:
+            raise InvalidMessage(
+                f"{org!r} has {limits.of_organization_max} tokens already, which is the limit: revoke some"
+            )
+        named = permissions.count()
+        named += named and sum(token.permissions.count() for token in of_org)
+        if org and named > limits.permitted_names_max:
+            raise InvalidMessage(
+                f"the permissions of the tokens of {org!r} would have more than "
+                f"{limits.permitted_names_max} names: revoke some"
+            )
 
     @contextmanager
     def _changing(self) -> Iterator[MutableSequence[RegisteredToken]]:
@@ -340,23 +365,6 @@ def _unknown(tokens: Iterable[RegisteredToken], given: str) -> UnknownToken:
 
 def _earliest(*ends: datetime | None) -> datetime | None:
     return min((end for end in ends if end is not None), default=None)
-
-
-def _check_room(tokens: Sequence[RegisteredToken], org: str, permissions: Permissions) -> None:
-    """Refuse a token beyond the limits. Every process reads all tokens again after each change."""
-    if len(tokens) >= TOKENS_MAX:
-        raise InvalidMessage(f"there are {TOKENS_MAX} tokens already, which is the limit")
-    of_org = [token for token in tokens if token.org == org]
-    if org and len(of_org) >= TOKENS_AN_ORGANIZATION_MAX:
-        raise InvalidMessage(
-            f"{org!r} has {TOKENS_AN_ORGANIZATION_MAX} tokens already, which is the limit: revoke some"
-        )
-    named = permissions.count() and permissions.count() + sum(token.permissions.count() for token in of_org)
-    if org and named > PERMITTED_NAMES_AN_ORGANIZATION_MAX:
-        raise InvalidMessage(
-            f"the permissions of the tokens of {org!r} would have more than "
-            f"{PERMITTED_NAMES_AN_ORGANIZATION_MAX} names: revoke some"
-        )
 
 
 def _names(what: str, names: Iterable[str]) -> tuple[str, ...]:

@@ -30,8 +30,6 @@ from postroom.system.atomic import open_safely
 from postroom.system.heartbeat import HEARTBEAT
 from postroom.system.log import library_log
 
-EVENTS_WAITING_BYTES_MAX = 8 << 20  # of events that could not be written yet
-
 _log = library_log("postroom.mail")
 _encode = msgspec.json.Encoder().encode
 
@@ -43,8 +41,19 @@ class FolderTaken(Unavailable):
         super().__init__(f"{folder} belongs to a mail server that is running{holder}")
 
 
+class EventFileLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits that users do not set."""
+
+    file_bytes_max: int = 64 << 20  # at which the growing file is full
+    shipped_bytes_max: int = 128 << 20  # of the shipped files that are kept
+    total_bytes_max: int = 1 << 30  # of all full files, shipped or not
+    waiting_bytes_max: int = 8 << 20  # of events that could not be written yet
+
+
 class EventLog:
     """The files of the service's events (`eventfiles`). Events before `open` are written after it."""
+
+    limits = EventFileLimits()
 
     def __init__(self, path: Path, run_soon: RunSoon) -> None:
         self._path = path
@@ -56,7 +65,7 @@ class EventLog:
         self._lost = 0
         self._failing = False
         self._size = 0
-        self._full_at = eventfiles.FILE_BYTES_MAX
+        self._full_at = self.limits.file_bytes_max
         self._removed = 0
         self._removing = False
 
@@ -69,7 +78,7 @@ class EventLog:
     def _open_growing(self) -> None:
         self._fd = open_safely(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         self._size = os.fstat(self._fd).st_size
-        self._full_at = eventfiles.FILE_BYTES_MAX
+        self._full_at = self.limits.file_bytes_max
 
     def stats(self) -> dict[str, int]:
         """Counts since the start of this server, and the size of its files."""
@@ -122,7 +131,7 @@ class EventLog:
             if not self._failing:
                 self._failing = True
                 _log.warning("%s: events wait to be written: %s", self._path, error.strerror)
-            if len(data) <= EVENTS_WAITING_BYTES_MAX:
+            if len(data) <= self.limits.waiting_bytes_max:
                 self._unwritten = data
             else:
                 self._lost += count
@@ -143,7 +152,7 @@ class EventLog:
             eventfiles.end_growing(self._path.parent)
             self._open_growing()
         except (OSError, UnsafePath) as error:
-            self._full_at = self._size + eventfiles.FILE_BYTES_MAX
+            self._full_at = self._size + self.limits.file_bytes_max
             _log.warning("%s: no new file of events: %s", self._path, error)
             return
         os.close(full)
@@ -153,7 +162,8 @@ class EventLog:
         """Remove full files above their limits. The removal of an unshipped file is reported first."""
         full = eventfiles.full_files(self._path.parent)
         self._removing = True  # an alert about a removal must not begin another file
-        for file in eventfiles.superfluous(full, eventfiles.SHIPPED_BYTES_MAX, eventfiles.TOTAL_BYTES_MAX):
+        limits = self.limits
+        for file in eventfiles.superfluous(full, limits.shipped_bytes_max, limits.total_bytes_max):
             try:
                 if not file.is_shipped:
                     self._report_removed(file)
@@ -167,7 +177,7 @@ class EventLog:
         self._removed += events
         text = (
             f"{file.path.name} is removed with {events} events that were not all shipped: more than "
-            f"{eventfiles.TOTAL_BYTES_MAX} bytes of events waited for a shipper"
+            f"{self.limits.total_bytes_max} bytes of events waited for a shipper"
         )
         _log.warning("%s", text)
         self("alert", type="mail-events", error_type="EventsRemoved", error=text, detail={"events": events})

@@ -20,17 +20,24 @@ import msgspec
 
 from postroom.core.door import leaving, leaving_value
 
-LINES_WAITING_MAX = 10_000
 GATHER_S = 0.02  # events within this go into one write
 FIELD_CHARS_MAX = 1_000
-CLOSE_TIMEOUT_S = 2.0
-RARELY_S = 1.0
 
 _encode = msgspec.json.Encoder(enc_hook=lambda value: leaving(repr(value))).encode
 
 
+class LogLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits that users do not set."""
+
+    lines_waiting_max: int = 10_000
+    rarely_s: float = 1.0
+    close_timeout_s: float = 2.0
+
+
 class ServerLog:
     """Writes lines to a stream. Safe to share between threads."""
+
+    limits = LogLimits()
 
     def __init__(self, stream: IO[str] | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -46,7 +53,7 @@ class ServerLog:
 
     def write(self, event: str, *, task_id: str = "", agent: str = "", **facts: Any) -> None:
         """Log an event."""
-        if len(self._lines) >= LINES_WAITING_MAX:
+        if len(self._lines) >= self.limits.lines_waiting_max:
             self._dropped += 1
             return
         line = {"ts": time.time(), "event": event, "task_id": task_id, "agent": agent, **facts}
@@ -59,10 +66,10 @@ class ServerLog:
                 self._start()
 
     def write_rarely(self, event: str, **facts: Any) -> None:
-        """Like `write`, but at most once per event in `RARELY_S`. `times` counts the occurrences."""
-        written, times = self._rare.get(event, (-RARELY_S, 0))
+        """Like `write`, but at most once per event in `rarely_s`. `times` counts the occurrences."""
+        written, times = self._rare.get(event, (-self.limits.rarely_s, 0))
         now = time.monotonic()
-        if now < written + RARELY_S:
+        if now < written + self.limits.rarely_s:
             self._rare[event] = written, times + 1
             return
         self._rare[event] = now, 0
@@ -104,7 +111,7 @@ class ServerLog:
         if thread is None:
             self._flush()
         else:
-            thread.join(CLOSE_TIMEOUT_S)
+            thread.join(self.limits.close_timeout_s)
             if not thread.is_alive():
                 self._flush()
 

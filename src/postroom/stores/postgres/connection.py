@@ -2,7 +2,7 @@
 
 Rule 1: the password of an address stays in this module. Errors and `url` never contain it.
 Rule 2: a connection that behaved unexpectedly is closed, never used again.
-Rule 3: no call waits indefinitely. The server ends statements after `STATEMENT_TIMEOUT_S`, the system closes
+Rule 3: no call waits indefinitely. The server ends statements after `statement_timeout_s`, the system closes
         a connection whose bytes are not acknowledged within `SENT_TIMEOUT_S`, and a watchdog ends all other
         waits.
 Rule 4: when the server refuses the role, the password, the database or the certificate, nothing is retried:
@@ -26,7 +26,7 @@ try:
     from psycopg.conninfo import conninfo_attempts, conninfo_to_dict
 
     from postroom.stores.postgres.trips import Connection
-    from postroom.stores.postgres.watchdog import MARK, Watchdog
+    from postroom.stores.postgres.watchdog import MARK, WaitLimits, Watchdog
 except ImportError as missing:  # a store is opened lazily, so this is the first place that needs it
     raise InvalidMessage(
         "a store on PostgreSQL needs the extra postgres: pip install 'postroom[postgres]'"
@@ -35,8 +35,6 @@ except ImportError as missing:  # a store is opened lazily, so this is the first
 SCHEMES = ("postgres://", "postgresql://")
 SCHEMA_DEFAULT = "postroom"
 IDLE_CONNECTIONS_MAX = 8
-CONNECT_TIMEOUT_S = 3
-STATEMENT_TIMEOUT_S = 10.0
 POOLED_IDLE_TIMEOUT_S = 2.0  # for the next statement of a transaction behind a pooler
 SENT_TIMEOUT_S = 4.0  # for the acknowledgement of sent bytes by the server's host, not for an answer
 OLDEST_SERVER = 140_000  # version 14
@@ -55,8 +53,7 @@ _TCP = {
 _WHERE = re.compile(r"^connection failed: |connection to server at .*? failed: ")
 
 _SESSION = (
-    f"SET statement_timeout = {round(STATEMENT_TIMEOUT_S * 1000)}; "
-    f"SET idle_in_transaction_session_timeout = {round(STATEMENT_TIMEOUT_S * 1000)}; "
+    "SET statement_timeout = {timeout_ms}; SET idle_in_transaction_session_timeout = {timeout_ms}; "
     "SET timezone = 'UTC'; SET jit = off; "
     # Every query has its index. Plans are made while a store is empty and are kept, so the planner must not
     # be led to read whole tables.
@@ -82,7 +79,7 @@ class Address:
     `sslmode=verify-full` or several hosts with `target_session_attrs=read-write`.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, limits: WaitLimits | None = None) -> None:
         parts = split_address(url, several=True)
         if parts is None:
             raise InvalidMessage(f"{shown_address(url)} is not the address of a database: {ESCAPED}")
@@ -94,7 +91,7 @@ class Address:
         rest = [(name, value) for name, value in options if name not in _OWN_OPTIONS]
         given = {name for name, _ in rest}
         self._tcp: dict[str, Any] = {name: value for name, value in _TCP.items() if name not in given}
-        self.watchdog = Watchdog(self.connect)
+        self.watchdog = Watchdog(self.connect, limits or WaitLimits())
         self._secrets = [value for name, value in rest if name in _SECRETS and value]
         user, at, hosts = parts.netloc.rpartition("@")
         name, colon, password = user.partition(":")
@@ -132,9 +129,11 @@ class Address:
             connection = self._connect()
         except psycopg.OperationalError as error:
             connection = self._connect_once_more(error)
+        timeout_ms = round(self.watchdog.limits.statement_timeout_s * 1000)
         try:
             with self.watchdog.watching(connection):
-                connection.mark = _mark(connection, connection.run(_SESSION))
+                session = connection.run(_SESSION.format(timeout_ms=timeout_ms))
+                connection.mark = _mark(connection, session)
         except BaseException:
             self.watchdog.drop(connection)
             raise
@@ -143,7 +142,8 @@ class Address:
     def _connect(self) -> Connection:
         connection = Connection.connect(
             self._conninfo, autocommit=True, prepare_threshold=0 if self.prepares else None,
-            connect_timeout=CONNECT_TIMEOUT_S, application_name="postroom", client_encoding="UTF8",
+            connect_timeout=self.watchdog.limits.connect_timeout_s,
+            application_name="postroom", client_encoding="UTF8",
             **self._tcp,
         )  # fmt: skip
         connection.watchdog = self.watchdog
@@ -154,7 +154,7 @@ class Address:
         if refusal.is_local(error):
             raise self._refused(error) from None
         hosts = conninfo_attempts(conninfo_to_dict(self._conninfo))
-        if not refusal.are_ready(hosts, error, CONNECT_TIMEOUT_S):
+        if not refusal.are_ready(hosts, error, self.watchdog.limits.connect_timeout_s):
             raise error
         try:
             return self._connect()  # it may have become ready after the first attempt

@@ -45,6 +45,7 @@ from postroom.stores.postgres.parts import PLACED_A_READ_MAX
 from postroom.stores.postgres.rows import RECORD_COLUMNS, TRAIL_BYTES_MAX, to_sql
 from postroom.stores.postgres.transaction import PostgresTransaction
 from postroom.stores.postgres.trips import Connection, Statement
+from postroom.stores.postgres.watchdog import WaitLimits
 from postroom.stores.store import Capabilities
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import Clock, SystemClock
@@ -108,8 +109,9 @@ class PostgresStore(PostgresKeys):
         store_id: str | None = None,
         reconnect_s: float = RECONNECT_S,
         encryption: Encryption | None = None,
+        waits: WaitLimits | None = None,
     ) -> None:
-        self.address = Address(url)
+        self.address = Address(url, waits)
         self.encryption = encryption
         self.url = self.address.url
         self._clock = clock

@@ -1,11 +1,11 @@
 """Ends waits for a PostgreSQL server that does not answer.
 
-Rule 1: no connection waits indefinitely. After `ANSWER_TIMEOUT_S` its socket is shut.
-Rule 2: a connection that has waited for `SUSPECT_S` is looked up on the server, over a new connection. When
+Rule 1: no connection waits indefinitely. After `answer_timeout_s` its socket is shut.
+Rule 2: a connection that has waited for `suspect_s` is looked up on the server, over a new connection. When
         the server does not work for it, the question or the answer was lost: the connection is half open.
         Both of its ends are closed, so that its locks on the server do not outlive it. Behind a pooler the
         session is the one that holds the advisory lock of the transaction.
-Rule 3: a server that works is not interrupted before `ANSWER_TIMEOUT_S`, and neither is a connection that
+Rule 3: a server that works is not interrupted before `answer_timeout_s`, and neither is a connection that
         still sends. When in doubt, the connection waits.
 """
 
@@ -20,17 +20,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+import msgspec
 import psycopg
 
 from postroom.errors import PostroomError
 from postroom.stores.postgres.trips import Connection
 from postroom.system.log import library_log
 
-ANSWER_TIMEOUT_S = 12.0
-SUSPECT_S = 2.0
 CONFIRM_S = 0.3  # a server must be seen not to work twice, this far apart
 PROBE_TIMEOUT_S = 3.0  # for the answers of a probe
-WATCH_S = 0.5
 IDLE_WATCHES_MAX = 20  # the watchdog's thread ends when nothing was watched for this many looks
 
 MARK = "pid || '-' || extract(epoch FROM backend_start)"
@@ -51,6 +49,16 @@ _SIZE = struct.Struct("i")
 _log = library_log("postroom.store")
 
 
+class WaitLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a store waits for its server. Users do not set it."""
+
+    connect_timeout_s: int = 3
+    statement_timeout_s: float = 10.0
+    answer_timeout_s: float = 12.0
+    suspect_s: float = 2.0
+    watch_s: float = 0.5
+
+
 class _Watched(NamedTuple):
     connection: Connection
     fd: int
@@ -60,8 +68,9 @@ class _Watched(NamedTuple):
 class Watchdog:
     """Shuts the sockets of connections whose server does not answer. `connect` connects a probe."""
 
-    def __init__(self, connect: Callable[[], Connection]) -> None:
+    def __init__(self, connect: Callable[[], Connection], limits: WaitLimits) -> None:
         self._connect = connect
+        self.limits = limits
         self.fresh()
 
     def fresh(self) -> None:
@@ -74,7 +83,7 @@ class Watchdog:
     @contextmanager
     def watching(self, connection: Connection, timeout_s: float | None = None) -> Iterator[None]:
         """Watch a connection during a block."""
-        timeout_s = ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
+        timeout_s = self.limits.answer_timeout_s if timeout_s is None else timeout_s
         entry = _Watched(connection, connection.fileno(), time.monotonic() + timeout_s)
         with self._mutex:
             self._watched[id(connection)] = entry
@@ -107,14 +116,14 @@ class Watchdog:
     def _run(self) -> None:
         idle = 0
         while idle < IDLE_WATCHES_MAX:
-            time.sleep(WATCH_S)
+            time.sleep(self.limits.watch_s)
             now = time.monotonic()
             with self._mutex:
                 idle = 0 if self._watched else idle + 1
                 for entry in list(self._watched.values()):
                     if now > entry.deadline:
                         self._end(entry)
-                suspects = [one for one in self._watched.values() if _is_suspect(one, now)]
+                suspects = [one for one in self._watched.values() if self._is_suspect(one, now)]
                 if idle >= IDLE_WATCHES_MAX:
                     self._runs = False
             if suspects and not self._probes:
@@ -122,6 +131,12 @@ class Watchdog:
                 threading.Thread(
                     target=self._probe, args=(suspects,), name="postroom-probe", daemon=True
                 ).start()
+
+    def _is_suspect(self, entry: _Watched, now: float) -> bool:
+        """Whether a connection waits for an answer, not for the network to take its question."""
+        since = entry.connection.waits_since
+        is_long = since and now - since > self.limits.suspect_s
+        return bool(is_long and _mark(entry.connection) and not _unsent(entry.fd))
 
     def _end(self, entry: _Watched) -> None:
         del self._watched[id(entry.connection)]
@@ -160,12 +175,6 @@ class Watchdog:
         finally:
             self.drop(probe)
         return marks
-
-
-def _is_suspect(entry: _Watched, now: float) -> bool:
-    """Whether a connection waits for an answer, not for the network to take its question."""
-    since = entry.connection.waits_since
-    return bool(_mark(entry.connection) and since and now - since > SUSPECT_S and not _unsent(entry.fd))
 
 
 def _mark(connection: Connection) -> str:

@@ -18,7 +18,6 @@ from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.message import ENGINE_PREFIX, Envelope
 from postroom.stores.base import LANES
 
-OWN_LANES_MAX = 200  # organizations with lanes of their own
 SHARDS = 64
 SHARD_PREFIX = "shard-"
 LANE_NAMES = ("p0", "lane1", "lane2", "lane3")
@@ -28,12 +27,25 @@ DELAY_STEP_MS = 100  # the precision of a delay queue up to DELAY_EXACT_MS_MAX
 DELAY_EXACT_MS_MAX = 10_000
 DELAY_MS_MAX = 20 * 24 * 3_600_000  # of one queue; the broker's limit is 2**32 ms for twice the delay
 DELAY_EXPIRY_FACTOR = 2
-DELAY_EXPIRY_MS_MIN = 60_000
 CLAIMED_KNOWN_MAX = 10_000  # messages claimed from the ledger whose deliveries are refused at once
 STALE_S = 0.1  # a delivery of a lane that is empty in the ledger is dropped after this time
 WAKE_S = 0.002  # a worker that has deliveries is woken by further ones after this time
-HELD_S = 30.0  # a delivery that no worker of this process claims is given back after this time
-SILENCE_S = 1.0  # without deliveries for this time, a worker claims from the ledger itself
+
+
+class RabbitLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits and intervals that users do not set."""
+
+    own_lanes_max: int = 200  # organizations with lanes of their own
+    delay_expiry_ms_min: int = 60_000
+    silence_s: float = 1.0  # without deliveries for this time, a worker claims from the ledger itself
+    late_ns: int = NANOS_PER_S  # how long the ledger waits for the delivery of a message whose delay is over
+    reconcile_s: float = 30.0
+    held_s: float = 30.0  # a delivery that no worker of this process claims is given back after this time
+    held_look_s: float = 10.0  # between two looks for deliveries that are held too long
+    heartbeat_s: int = 10  # a connection without a sign of life for about twice this time is dropped
+    reconnect_s_max: float = 2.0
+    refused_pause_s: float = 1.0  # before messages that the broker refused are published again
+    close_timeout_s: float = 5.0
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -77,6 +89,7 @@ class Topology(msgspec.Struct, frozen=True):
 
     prefix: str
     is_quorum: bool = False
+    expiry_ms_min: int = RabbitLimits().delay_expiry_ms_min
 
     def lane(self, home: str, lane: int) -> str:
         """The name of a queue of a home."""
@@ -97,7 +110,7 @@ class Topology(msgspec.Struct, frozen=True):
         """
         return f"{self.prefix}.delay.{delay_ms}", self._arguments() | {
             "x-message-ttl": delay_ms,
-            "x-expires": max(DELAY_EXPIRY_MS_MIN, DELAY_EXPIRY_FACTOR * delay_ms),
+            "x-expires": max(self.expiry_ms_min, DELAY_EXPIRY_FACTOR * delay_ms),
             "x-dead-letter-exchange": "",
         }
 
@@ -250,10 +263,9 @@ class Deliveries:
         """Expect deliveries from now on."""
         self._last_arrival = time.monotonic()
 
-    @property
-    def is_silent(self) -> bool:
+    def is_silent(self, silence_s: float) -> bool:
         """Whether nothing waits and nothing has arrived for a while."""
-        return not self._waiting and not self._pending and time.monotonic() - self._last_arrival > SILENCE_S
+        return not self._waiting and not self._pending and time.monotonic() - self._last_arrival > silence_s
 
 
 def is_shard(home: str) -> bool:

@@ -22,16 +22,13 @@ from pika.adapters.select_connection import IOLoop, SelectConnection  # type: ig
 from pika.exceptions import AMQPError  # type: ignore[import-untyped]
 
 from postroom.errors import InvalidSetting, Unavailable
-from postroom.stores.rabbitmq.lanes import Deliveries, LaneDelivery, Note, Outgoing, Topology
+from postroom.stores.rabbitmq.lanes import Deliveries, LaneDelivery, Note, Outgoing, RabbitLimits, Topology
 from postroom.system.log import library_log
 
 UNCONFIRMED_MAX = 1_000  # messages in flight to the broker
 OUTBOX_MAX = 100_000  # messages that wait for the broker; those beyond are published by the next sweep
 RECONNECT_S = 0.1
-RECONNECT_S_MAX = 2.0
-REFUSED_PAUSE_S = 1.0  # before messages that the broker refused are published again
 ANSWER_S = 10.0  # how long the broker may take to answer a question
-CLOSE_TIMEOUT_S = 5.0
 CLOSE_LOOK_S = 0.01
 HOST_EXPIRY_MS = 60_000  # after a crash of the broker, another host may use the lanes after this time
 HOST_REFUSED = 406  # PRECONDITION_FAILED
@@ -54,11 +51,13 @@ class _Link:
         nodes: Sequence[pika.ConnectionParameters],
         opened: Callable[[Any], None],
         lost: Callable[[], None],
+        limits: RabbitLimits,
     ) -> None:
         self._loop = loop
         self._nodes = nodes
         self._on_open = opened
         self._on_lost = lost
+        self._limits = limits
         self._is_encrypted = any(node.ssl_options is not None for node in nodes)
         self._failures = 0
         self._connection: Any = None
@@ -102,7 +101,7 @@ class _Link:
             _log.warning("the broker is not reachable, reconnecting: %s", type(error).__name__)
         self.trouble = f"the broker is not reachable: {type(error).__name__}"
         self._failures += 1
-        pause_s = min(RECONNECT_S * 2 ** min(self._failures - 1, 10), RECONNECT_S_MAX)
+        pause_s = min(RECONNECT_S * 2 ** min(self._failures - 1, 10), self._limits.reconnect_s_max)
         self._loop.call_later(pause_s, self._connect)
 
     def join_frames(self) -> None:
@@ -216,11 +215,13 @@ class Broker:
         prefetch: int,
         host: str,
         on_following: Callable[[], None],
+        limits: RabbitLimits,
     ) -> None:
         self._nodes = nodes
         self._topology = topology
         self._deliveries = deliveries
         self._prefetch = prefetch
+        self.limits = limits
         self._host = host
         """The only host of the ledger; empty when the ledger may be used from several."""
         self._on_following = on_following
@@ -307,11 +308,11 @@ class Broker:
 
     def close(self) -> None:
         """Publish what waits, then close the connections."""
-        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        deadline = time.monotonic() + self.limits.close_timeout_s
         while self.backlog and not self.trouble and time.monotonic() < deadline:
             time.sleep(CLOSE_LOOK_S)
         self._soon(self._stop)
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._thread.join(self.limits.close_timeout_s)
 
     def _soon(self, what: Callable[[], None]) -> None:
         self._todo.append(what)
@@ -326,8 +327,12 @@ class Broker:
         """Make a new event loop and links that are not open yet."""
         self._loop = IOLoop()
         self._is_scheduled = False
-        self._publishing = _Link(self._loop, self._nodes, self._open_publishing, self._lost_publishing)
-        self._receiving = _Link(self._loop, self._nodes, self._open_receiving, self._lost_receiving)
+        self._publishing = _Link(
+            self._loop, self._nodes, self._open_publishing, self._lost_publishing, self.limits
+        )
+        self._receiving = _Link(
+            self._loop, self._nodes, self._open_receiving, self._lost_receiving, self.limits
+        )
 
     def _run(self) -> None:
         while not self._is_stopping:
@@ -359,7 +364,7 @@ class Broker:
         self._is_stopping = True
         self._publishing.close()
         self._receiving.close()
-        self._stop_when_closed(time.monotonic() + CLOSE_TIMEOUT_S / 2)
+        self._stop_when_closed(time.monotonic() + self.limits.close_timeout_s / 2)
 
     def _stop_when_closed(self, deadline: float) -> None:
         if self._publishing.is_closed and self._receiving.is_closed:
@@ -443,7 +448,7 @@ class Broker:
 
     def _note_refused(self, outgoing: Outgoing) -> None:
         if not self._refused:
-            self._loop.call_later(REFUSED_PAUSE_S, self._publish_refused)
+            self._loop.call_later(self.limits.refused_pause_s, self._publish_refused)
         self._refused.append(outgoing)
 
     def _publish_refused(self) -> None:

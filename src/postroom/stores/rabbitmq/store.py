@@ -23,15 +23,14 @@ from postroom.errors import InvalidSetting, shown_address
 from postroom.message import Event, Record, org_of
 from postroom.stores.base import Counted, Listing, ready
 from postroom.stores.conversion import Progress
-from postroom.stores.rabbitmq import lanes
 from postroom.stores.rabbitmq.lanes import (
-    OWN_LANES_MAX,
     SHARD_PREFIX,
     SHARDS,
     Deliveries,
     LaneDelivery,
     Note,
     Outgoing,
+    RabbitLimits,
     Topology,
     is_shard,
     shard_of,
@@ -52,11 +51,8 @@ T = TypeVar("T")
 
 PREFETCH_DEFAULT = 20
 PREFETCH_MAX = 1_000
-RECONCILE_S = 30.0
-HELD_LOOK_S = 10.0  # time between two looks for deliveries that are held too long
 REPUBLISHED_A_SWEEP_MAX = 10_000  # records of one home; the next sweep continues
 START_S = 5.0  # how long the first call waits for the broker
-HEARTBEAT_S = 10  # a connection without a sign of life for about twice this time is dropped
 LOOK, STOP = "look for new homes", "stop"
 SWEEP_CELL = "amqp-sweep"
 OPTIONS = ("cafile", "p0", "prefetch", "queues")
@@ -126,6 +122,8 @@ def _prefetch(text: str) -> int:
 class RabbitStore(Store):
     """Records in a ledger, and the lanes of organizations in RabbitMQ."""
 
+    limits = RabbitLimits()
+
     def __init__(self, address: BrokerAddress, ledger: Store) -> None:
         try:
             import pika  # type: ignore[import-untyped]  # noqa: F401 - an extra
@@ -193,7 +191,7 @@ class RabbitStore(Store):
     @property
     def is_direct(self) -> bool:
         """Whether claims go to the ledger, because the broker delivers nothing."""
-        return not self._wakes or self.deliveries.is_silent
+        return not self._wakes or self.deliveries.is_silent(self.limits.silence_s)
 
     # ---- the broker ----------------------------------------------------------------------------
 
@@ -215,7 +213,7 @@ class RabbitStore(Store):
         except (ValueError, TypeError):
             raise InvalidSetting(f"{self._address.shown} is not the URL of a broker") from None
         for node in nodes:
-            node.heartbeat, node.connection_attempts = HEARTBEAT_S, 1
+            node.heartbeat, node.connection_attempts = self.limits.heartbeat_s, 1
             node.socket_timeout = node.stack_timeout = START_S
             if node.ssl_options is not None:
                 node.ssl_options = pika.SSLOptions(self._certificates(), node.host)
@@ -227,6 +225,7 @@ class RabbitStore(Store):
             prefetch=self._address.prefetch,
             host=host,
             on_following=lambda: self._repairs.put(LOOK),
+            limits=self.limits,
         )
         try:
             broker.await_first_answer(START_S)
@@ -243,7 +242,8 @@ class RabbitStore(Store):
             raise InvalidSetting(f"cafile={self._address.ca_file} cannot be read: {error}") from None
 
     def _topology(self) -> Topology:
-        return Topology(f"postroom.{self._ledger.identity()}", self._address.is_quorum)
+        prefix = f"postroom.{self._ledger.identity()}"
+        return Topology(prefix, self._address.is_quorum, self.limits.delay_expiry_ms_min)
 
     def _wake(self) -> None:
         for wake in self._wakes:
@@ -271,29 +271,29 @@ class RabbitStore(Store):
 
     def _known_homes(self, transaction: Transaction) -> set[str]:
         homes = own_homes(transaction)
-        if len(homes) >= OWN_LANES_MAX:
+        if len(homes) >= self.limits.own_lanes_max:
             homes.update(f"{SHARD_PREFIX}{number}" for number in range(SHARDS))
         return homes
 
     # ---- repairing -----------------------------------------------------------------------------
 
     def _keep_reconciling(self, repairs: "SimpleQueue[str]") -> None:
-        look_at = time.monotonic() + HELD_LOOK_S
-        sweep_at = time.monotonic() + RECONCILE_S
+        look_at = time.monotonic() + self.limits.held_look_s
+        sweep_at = time.monotonic() + self.limits.reconcile_s
         while True:
             try:
                 what = repairs.get(timeout=max(0.0, look_at - time.monotonic()))
             except Empty:
-                what, look_at = "", time.monotonic() + HELD_LOOK_S
+                what, look_at = "", time.monotonic() + self.limits.held_look_s
             if what == STOP:
                 return
             try:
                 if what == LOOK:
                     self._started().receive(self._ledger.read(self._known_homes))
                     continue
-                self._give_back_held(time.monotonic() - lanes.HELD_S)
+                self._give_back_held(time.monotonic() - self.limits.held_s)
                 if time.monotonic() >= sweep_at:
-                    sweep_at = time.monotonic() + RECONCILE_S
+                    sweep_at = time.monotonic() + self.limits.reconcile_s
                     if self._ledger.write(self._take_sweep, makes_room=True):
                         self.reconcile()
             except Exception as error:  # noqa: BLE001 - an error must not end the thread: the next sweep retries
@@ -303,7 +303,7 @@ class RabbitStore(Store):
         """Whether this process compares the lanes with the ledger now. One process does it for all."""
         value = transaction.cells.get(SWEEP_CELL, "")
         now, last = transaction.steady_ns, 0 if value is None else int(value)
-        if last <= now < last + RECONCILE_S * NANOS_PER_S / 2:
+        if last <= now < last + self.limits.reconcile_s * NANOS_PER_S / 2:
             return False
         transaction.cells.put(SWEEP_CELL, "", b"%d" % now)
         return True
@@ -349,7 +349,7 @@ class RabbitStore(Store):
     def _give_back_held(self, before: float) -> None:
         """Publish deliveries that are held too long again, so that another process can have them.
 
-        So no delivery is held for longer than `HELD_S` and `HELD_LOOK_S` together, which is less than the
+        So no delivery is held for longer than `held_s` and `held_look_s` together, which is less than the
         shortest consumer timeout that RabbitMQ supports, a minute. They are published and not rejected,
         because a quorum queue drops a message that was returned too often.
         """

@@ -22,7 +22,6 @@ from postroom.stores.base import (
     FOREVER_NS,
     LANE_COUNTS,
     ByIds,
-    Cells,
     Change,
     Counted,
     Ending,
@@ -35,12 +34,12 @@ from postroom.stores.base import (
 )
 from postroom.stores.rabbitmq.lanes import (
     NANOS_PER_MS,
-    OWN_LANES_MAX,
     STALE_S,
     Deliveries,
     LaneDelivery,
     Note,
     Outgoing,
+    RabbitLimits,
     delay_step_ms,
     is_shard,
     shard_of,
@@ -50,7 +49,7 @@ from postroom.stores.transaction import NO_DETAILS, Accepted, Transaction
 
 HOMES = "amqp-home"
 """The cells that name organizations with lanes of their own."""
-LATE_NS = NANOS_PER_S  # how long the ledger waits for the delivery of a message whose delay is over
+HOMES_A_PAGE = 200
 PARKED_NS_MIN = 3_650 * 24 * 3_600 * NANOS_PER_S  # a record with a longer delay waits for a decision
 DELAYED = ("SCHEDULED", "RETRYING")
 NEEDS_LEDGER = (b'"idempotency_key":', b'"ordering_key":', b'"payload_ref":', b'"context_ref":')
@@ -62,6 +61,7 @@ class TransactionContext(Protocol):
 
     homes: dict[str, str]
     deliveries: Deliveries
+    limits: RabbitLimits
     capabilities: Capabilities
 
     @property
@@ -186,15 +186,19 @@ class RabbitLanes(Lanes):
             home = self.new_homes[queue] = queue if is_own else shard_of(queue)
         return home
 
+    def _has_lanes_left(self) -> bool:
+        most = self._context.limits.own_lanes_max
+        return len(self._inner.cells.page(HOMES, limit=most)) < most
+
     def _takes_own_lanes(self, queue: str) -> bool:
         """Give an organization lanes of its own, while there are some left."""
         cells = self._inner.cells
-        if not _has_lanes_left(cells):  # there are never more again, so that no lock is needed
+        if not self._has_lanes_left():  # there are never more again, so that no lock is needed
             return False
         self._inner.exclusive(HOMES)  # from here on, no other process takes the last ones
         if cells.get(HOMES, queue) is not None:
             return True
-        if not _has_lanes_left(cells):
+        if not self._has_lanes_left():
             return False
         cells.put(HOMES, queue, b"1")
         return True
@@ -282,7 +286,7 @@ class RabbitLanes(Lanes):
     def _active_in(self, shards: set[str], lane: int, after: str, limit: int) -> list[str]:
         """Organizations with messages in shards that have deliveries."""
         found: list[str] = []
-        at, page = after, max(limit, OWN_LANES_MAX)
+        at, page = after, max(limit, self._context.limits.own_lanes_max)
         while len(found) < limit:
             queues = self._inner.lanes.active(lane, at, page)
             found += [queue for queue in queues if self.home_of(queue) in shards]
@@ -452,7 +456,8 @@ class RabbitTransaction(Transaction):
 
     def _late_ns(self, record: Record) -> int:
         """How long the ledger waits for the delivery of a record whose delay is over."""
-        return LATE_NS if org_of(record.queue) and not self._context.is_direct else 0
+        is_due_from_broker = org_of(record.queue) and not self._context.is_direct
+        return self._context.limits.late_ns if is_due_from_broker else 0
 
     def next_deadline_ns(self) -> int | None:
         ends = [
@@ -465,13 +470,9 @@ class RabbitTransaction(Transaction):
 def own_homes(transaction: Transaction) -> set[str]:
     """Every organization with lanes of its own."""
     homes: list[str] = []
-    while page := transaction.cells.page(HOMES, homes[-1] if homes else "", OWN_LANES_MAX):
+    while page := transaction.cells.page(HOMES, homes[-1] if homes else "", HOMES_A_PAGE):
         homes += (queue for queue, _ in page)
     return {*homes}
-
-
-def _has_lanes_left(cells: Cells) -> bool:
-    return len(cells.page(HOMES, limit=OWN_LANES_MAX)) < OWN_LANES_MAX
 
 
 def _needs_no_ledger(envelope: Envelope) -> bool:

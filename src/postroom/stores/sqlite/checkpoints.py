@@ -10,24 +10,33 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 import apsw
+import msgspec
 
 from postroom.errors import PostroomError
 
-WAL_PAGES = 4_000  # 16 MB: a checkpoint starts
-WAL_PAGES_MAX = 12_000  # 48 MB: the thread falls behind, so the commit itself checkpoints
-LOOK_EVENTS = 32  # events between two looks at the length of the WAL; a hook would cost more
+
+class CheckpointLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits that users do not set."""
+
+    wal_pages: int = 4_000  # 16 MB: a checkpoint starts
+    wal_pages_max: int = 12_000  # 48 MB: the thread falls behind, so the commit itself checkpoints
+    look_events: int = 32  # events between two looks at the length of the WAL; a hook would cost more
 
 
 class Checkpoints:
     """The checkpoints of one file. `alone` keeps all writers out and yields the writing connection."""
 
     def __init__(
-        self, path: Path, alone: Callable[[], AbstractContextManager[apsw.Connection | None]]
+        self,
+        path: Path,
+        alone: Callable[[], AbstractContextManager[apsw.Connection | None]],
+        limits: CheckpointLimits,
     ) -> None:
+        self.limits = limits
         self._path = path
         self._alone = alone
         self._pages = 0
-        self._next = WAL_PAGES
+        self._next = limits.wal_pages
         self.fresh()
 
     def fresh(self) -> None:
@@ -41,15 +50,15 @@ class Checkpoints:
         with suppress(apsw.Error):
             pages, _ = connection.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_NOOP)
             if pages < self._pages:  # the WAL was reused from its start
-                self._next = WAL_PAGES
+                self._next = self.limits.wal_pages
             self._pages = pages
-            if pages >= self._next and (pages >= WAL_PAGES_MAX or not self._started):
-                self._next = pages + WAL_PAGES  # a reader may keep the WAL from being reused
+            if pages >= self._next and (pages >= self.limits.wal_pages_max or not self._started):
+                self._next = pages + self.limits.wal_pages  # a reader may keep the WAL from being reused
                 self._begin(connection, pages)
 
     def _begin(self, connection: apsw.Connection, pages: int) -> None:
-        self._started = self._started or (pages < WAL_PAGES_MAX and self._start())
-        if pages >= WAL_PAGES_MAX or not self._started:
+        self._started = self._started or (pages < self.limits.wal_pages_max and self._start())
+        if pages >= self.limits.wal_pages_max or not self._started:
             with self.under_way:
                 _checkpoint(connection)
 

@@ -35,8 +35,7 @@ from postroom.stores.conversion import PROGRESS_FACT, Progress, Values, progress
 from postroom.stores.disk_reserve import DiskReserve
 from postroom.stores.group_commit import GroupCommit, Job
 from postroom.stores.own_ids import IDS_FACT, first_rule
-from postroom.stores.sqlite import checkpoints
-from postroom.stores.sqlite.checkpoints import Checkpoints
+from postroom.stores.sqlite.checkpoints import CheckpointLimits, Checkpoints
 from postroom.stores.sqlite.file import (
     BUSY_TIMEOUT_S,
     check_kind,
@@ -96,6 +95,7 @@ class SqliteStore(Store):
         reserve_bytes: int = RESERVE_BYTES,
         store_id: str | None = None,
         encryption: Encryption | None = None,
+        checkpoints: CheckpointLimits | None = None,
     ) -> None:
         check_library()
         self.path = Path.cwd() / path
@@ -106,7 +106,7 @@ class SqliteStore(Store):
         self._store_id = store_id
         self._lock = FairLock(self.path, lock_timeout_s)
         self._reserve = DiskReserve(self.path.with_name(self.path.name + ".ballast"), reserve_bytes)
-        self._checkpoints = Checkpoints(self.path, self._alone)
+        self._checkpoints = Checkpoints(self.path, self._alone, checkpoints or CheckpointLimits())
         self._known = SqliteKnown()
         self._writer: apsw.Connection | None = None
         self._cursor: apsw.Cursor | None = None
@@ -242,7 +242,7 @@ class SqliteStore(Store):
         self._version = connection.data_version()
         self._settled = True
         if newest >= self._look_at_wal or not ledger.counts:
-            self._look_at_wal = newest + checkpoints.LOOK_EVENTS
+            self._look_at_wal = newest + self._checkpoints.limits.look_events
             self._checkpoints.look(connection)
 
     def _commit_group(self, jobs: list[Job[Any]]) -> bool:
