@@ -268,4 +268,4 @@ class Stored(msgspec.Struct, frozen=True):
     envelope: Envelope
     result: bytes | None
     history: list[Event]
-    """Its events without heartbeats."""
+    """Its events without starts of handlers and heartbeats."""

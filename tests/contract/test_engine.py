@@ -25,6 +25,7 @@ from postroom.engine.rules import claims
 from postroom.engine.rules.claims import Claimed
 from postroom.engine.rules.operations import Operations
 from postroom.engine.work.handlers import ended
+from postroom.engine.work.worker import Worker
 from postroom.errors import (
     EffectUnknown,
     GuardTripped,
@@ -49,7 +50,7 @@ from postroom.stores.store import Store
 from postroom.testing import FIRST_WALL_US, ManualClock, check_consistency
 from tests.engines import EngineUnderTest, soon
 from tests.postgresserver import database, postgres, store_url
-from tests.waiting import HANG_GUARD_S
+from tests.waiting import HANG_GUARD_S, eventually
 
 __all__ = ["database", "postgres"]  # fixtures
 
@@ -102,6 +103,69 @@ def claimed_ids(world: EngineUnderTest, limit: int = 1) -> list[str]:
     claimed = world.claim(limit)
     world.complete(claimed)
     return [one.record.message_id for one in claimed]
+
+
+# ---- starts ----------------------------------------------------------------------------------------
+
+
+def starts_of(world: EngineUnderTest, message_id: str) -> list[tuple[str, int, str]]:
+    """The kind, attempt and worker of the events of a message that workers caused."""
+    events = [event for event in world.engine.store.events(0, 100_000) if event.message_id == message_id]
+    return [(event.kind, event.attempt, event.worker_id) for event in events if event.worker_id]
+
+
+def test_start_of_a_handler_is_an_event_with_its_worker(world: EngineUnderTest) -> None:
+    @world.engine.handler("tool_call")
+    def run(message: Any, ctx: Any) -> None:
+        world.clock.advance(0.25)
+        if message.payload:
+            raise ConnectionError
+
+    good, bad = world.submit(), world.submit(payload={"fails": True}, max_retries=0)
+    alone = world.submit(resource_limits={"memory": "1GB"})  # in a process of its own
+    world.run_all()
+    for handle, end in (
+        (good, "execution_completed"),
+        (alone, "execution_completed"),
+        (bad, "execution_failed"),
+    ):
+        told = starts_of(world, handle.message_id)
+        assert told == [(kind, 1, "w") for kind in ("dequeued", "execution_started", end)]
+    moments = {
+        event.kind: event.ts_us
+        for event in world.engine.store.events(0, 1000)
+        if event.message_id == good.message_id
+    }
+    assert moments["dequeued"] <= moments["execution_started"] < moments["execution_completed"]
+
+
+def test_start_is_told_while_the_handler_still_runs(world: EngineUnderTest) -> None:
+    may_end = asyncio.Event()
+
+    @world.engine.handler("tool_call")
+    async def run(message: Any, ctx: Any) -> None:
+        await may_end.wait()
+
+    handle = world.submit()
+
+    async def work() -> None:
+        worker = Worker(world.engine._core, worker_id="w")
+        running = asyncio.create_task(worker.run())
+        await eventually(lambda: len(starts_of(world, handle.message_id)) > 1)
+        assert starts_of(world, handle.message_id)[-1] == ("execution_started", 1, "w")
+        may_end.set()
+        await eventually(lambda: len(starts_of(world, handle.message_id)) > 2)
+        worker.stop()
+        await running
+
+    world.wait(work())
+    assert [kind for kind, *_ in starts_of(world, handle.message_id)].count("execution_started") == 1
+
+
+def test_attempt_that_is_not_begun_has_no_start(world: EngineUnderTest) -> None:
+    handle = world.submit()  # no handler
+    world.run_all()
+    assert [kind for kind, *_ in starts_of(world, handle.message_id)] == ["dequeued", "execution_failed"]
 
 
 # ---- messages --------------------------------------------------------------------------------------

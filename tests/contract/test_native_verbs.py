@@ -325,6 +325,22 @@ def test_different_results_are_each_kept(both: Callable[..., Seen]) -> None:
     assert [stored.result for stored in seen[2]] == [b"0", b"1", b"2", b"3", b"4"]
 
 
+def test_starts_are_told_before_the_completions_of_their_commit(both: Callable[..., Seen]) -> None:
+    def complete(transaction: Transaction) -> None:
+        claimed = transaction.claim(Claim("q", "w", 3, LEASE_NS))
+        starts = {each.message_id: 7 + index for index, each in enumerate(claimed[1:])}
+        transaction.complete({each.message_id: (each.lease, b"1") for each in claimed}, started=starts)
+
+    seen = both(inserting(new(), new(), new()), complete)
+    told = [(event.kind, event.worker_id, event.ts_us) for event in seen[3] if event.worker_id]
+    assert [kind for kind, *_ in told] == [
+        *["dequeued"] * 3,
+        *["execution_started"] * 2,
+        *["execution_completed"] * 3,
+    ]
+    assert told[3:5] == [("execution_started", "w", 7), ("execution_started", "w", 8)]
+
+
 def test_several_verbs_in_one_commit(both: Callable[..., Seen]) -> None:
     def work(transaction: Transaction) -> list[Any]:
         answers: list[Any] = [transaction.insert([new(b"%d" % number)]) for number in range(3)]

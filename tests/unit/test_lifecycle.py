@@ -54,6 +54,7 @@ VERBS: dict[str, Verb] = {
         record, LATER, NANOS_PER_S, "busy", TOKEN if record.state == "PROCESSING" else 0
     ),
     "lease": lambda record: lifecycle.lease(record, LATER, "w", NANOS_PER_S),
+    "start": lambda record: lifecycle.start(record, LATER, TOKEN, LATER.wall_us),
     "renew": lambda record: lifecycle.renew(record, LATER, TOKEN),
     "complete": lambda record: lifecycle.complete(record, LATER, TOKEN, b"1"),
     "release": lambda record: lifecycle.release(record, LATER, TOKEN),

@@ -113,6 +113,27 @@ class LeasedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_fiel
             )  # fmt: skip
 
 
+class StartedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="run", tag="started"):
+    """Handlers that one worker began, each at its time: `execution_started`."""
+
+    seq: int
+    queue: str
+    priority: int
+    worker_id: str
+    names: Sequence[RecordName]
+    attempts: Sequence[int]
+    leases: Sequence[int]
+    ts_us: Sequence[int]
+
+    def events(self, ids: OwnIds) -> Iterator[Event]:
+        facts = zip(self.names, self.attempts, self.leases, self.ts_us, strict=True)
+        for seq, (which, attempt, lease, ts_us) in enumerate(facts, self.seq):
+            yield Event(
+                seq, ts_us, "execution_started", self.queue, ids.name(which), "PROCESSING", attempt,
+                self.priority, lease, self.worker_id,
+            )  # fmt: skip
+
+
 class CompletedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field="run", tag="completed"):
     """Messages that one worker completed together: `execution_completed`."""
 
@@ -151,7 +172,7 @@ class NotedRun(msgspec.Struct, frozen=True, gc=False, array_like=True, tag_field
             yield one.event(seq, self.ts_us)
 
 
-Run: TypeAlias = NewRun | OnesRun | LeasedRun | CompletedRun | NotedRun
+Run: TypeAlias = NewRun | OnesRun | LeasedRun | StartedRun | CompletedRun | NotedRun
 Part: TypeAlias = Event | Run
 """A row of events is a list of these, in the order of their numbers."""
 

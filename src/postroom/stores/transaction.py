@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from postroom.core.lifecycle import lifecycle
-from postroom.errors import InvalidMessage, QueueFull, UnreadableValue
+from postroom.errors import InvalidMessage, QueueFull, StaleLease, UnreadableValue
 from postroom.message import Envelope, Event, EventKind, Moment, Noted, Record, Step, org_of
 from postroom.stores.base import (
     DEFAULT_LIMITS,
@@ -45,6 +45,7 @@ from postroom.stores.own_ids import OwnIds
 from postroom.system.log import library_log
 
 NO_DETAILS: Final[Mapping[str, dict[str, Any]]] = {}
+NO_STARTS: Final[Mapping[str, int]] = {}
 NUMBERS_AHEAD = 1 << 36  # after the newest one, which the store may give
 LIMITS_KNOWN_S = 1.0  # how long a handle uses a queue's limits after another process changed them
 
@@ -260,19 +261,37 @@ class Transaction:
         return changes, number
 
     def complete(
-        self, results: Mapping[str, tuple[int, bytes]], details: Mapping[str, dict[str, Any]] = NO_DETAILS
+        self,
+        results: Mapping[str, tuple[int, bytes]],
+        details: Mapping[str, dict[str, Any]] = NO_DETAILS,
+        started: Mapping[str, int] = NO_STARTS,
     ) -> Sequence[str]:
         """Complete leased records: message id to token and result. All or none.
 
-        `details` are those of the events, by message id. Returns the ids of the records that this call
-        completed.
+        `details` are those of the events, and `started` when handlers began of which no event tells yet, by
+        message id. Returns the ids of the records that this call completed.
         """
 
         def decide(record: Record, moment: Moment) -> Step | None:
             detail = details.get(record.message_id)
             return lifecycle.complete(record, moment, *results[record.message_id], detail)
 
-        return [step.record.message_id for step in self.apply(ByIds(tuple(results)), decide)]
+        pick = ByIds(tuple(results))
+        if started:
+            self._decided(self.records.find(pick), decide, 0)  # raises before anything is written
+            self.tell_started({each: (results[each][0], ts_us) for each, ts_us in started.items()})
+        return [step.record.message_id for step in self.apply(pick, decide)]
+
+    def tell_started(self, started: Mapping[str, tuple[int, int]]) -> None:
+        """Emit that handlers began: message id to token and time. Those whose lease is over are left out."""
+
+        def decide(record: Record, moment: Moment) -> Step | None:
+            try:
+                return lifecycle.start(record, moment, *started[record.message_id])
+            except StaleLease:
+                return None
+
+        self.apply(ByIds(tuple(started)), decide)
 
     # ---- delivering ----------------------------------------------------------------------------
 

@@ -27,6 +27,9 @@ _WITHOUT_EFFECT: frozenset[EventKind] = frozenset(
     {"duplicate", "deleted", "promoted", "tokens_reserved", "tokens_returned", "tokens_refused",
      "tokens_borrowed"}
 )  # fmt: skip
+_UNDER_LEASE: frozenset[EventKind] = frozenset(
+    {"execution_started", "heartbeat", "execution_completed", "execution_failed", "released"}
+)
 _ENDS_LEASE: frozenset[EventKind] = frozenset(
     {"lease_lapsed", "cancelled", "expired", "quarantined", "replayed", "deferred"}
 )
@@ -57,9 +60,7 @@ def _after(event: Event, before: DerivedState | None, last_kind: EventKind | Non
     repeats_state = event.kind == "enqueued" and last_kind in ("created", "replayed")
     if not repeats_state and (before.state, event.kind, event.state) not in _LEGAL:
         raise ValueError(f"event {event.seq} ({event.kind}) leads from {before.state} to {event.state}")
-    if event.kind in ("heartbeat", "execution_completed", "execution_failed", "released") and (
-        event.lease != before.lease
-    ):
+    if event.kind in _UNDER_LEASE and before.state == "PROCESSING" and event.lease != before.lease:
         raise ValueError(f"event {event.seq} ({event.kind}) shows lease {event.lease}, not {before.lease}")
     lease = event.lease if event.kind == "dequeued" else before.lease
     if event.kind == "released":

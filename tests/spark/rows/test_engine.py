@@ -83,6 +83,13 @@ def test_tables_of_all_contracts_are_what_the_oracle_and_the_engine_say(
     results = dict(rows("silver_attempts", "result", "count(*)"))
     assert results["released"] == 1  # deferred by its holder
     assert "open" not in results
+    begun = tables.read(spark, "silver_attempts").where("started_us IS NOT NULL")
+    starts = {(row.message_id, row.attempt, row.worker_id, row.started_us) for row in begun.collect()}
+    told = [event for event in events_of(stream) if event.kind == "execution_started"]
+    assert {row[0] for row in begun.groupBy("result").count().collect()} >= {"completed", "failed"}
+    assert {(one.message_id, one.attempt, one.worker_id, one.ts_us) for one in told} == starts
+    assert begun.where("started_us < dequeued_us OR started_us > ended_us").count() == 0
+
     assert [row[:2] for row in rows("gold_poison_suspects", "org_id goal_id")] == [("zen", "g8")]
 
     assert set(GOLD) < set(tables.names())

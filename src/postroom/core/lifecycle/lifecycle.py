@@ -52,6 +52,7 @@ TRANSITIONS: Final = (
     *_from(("SCHEDULED", "RETRYING"), "wake", "QUEUED", "enqueued"),
     Transition("promote", "QUEUED", "QUEUED", "promoted"),
     Transition("lease", "QUEUED", "PROCESSING", "dequeued"),
+    Transition("start", "PROCESSING", "PROCESSING", "execution_started"),
     Transition("renew", "PROCESSING", "PROCESSING", "heartbeat"),
     Transition("complete", "PROCESSING", "COMPLETED", "execution_completed"),
     Transition("release", "PROCESSING", "QUEUED", "released"),
@@ -271,6 +272,14 @@ def complete(
     return Step(after, (event,), result)
 
 
+def start(record: Record, moment: Moment, token: int, ts_us: int) -> Step:
+    """The handler began at a time, under a lease that is alive. The record does not change."""
+    _holds(record, moment, token)
+    kind = _kind_of("start", record, "PROCESSING")
+    event = _event(kind, record, moment, lease=token, worker_id=record.worker_id)
+    return Step(record, (replace(event, ts_us=ts_us),))
+
+
 def release(record: Record, moment: Moment, token: int) -> Step | None:
     """Return the record unworked. It keeps its position and age, and no retry is counted."""
     if record.lease == -token and record.state == "QUEUED" and token > 0:
@@ -448,23 +457,24 @@ def is_notable(event: Event) -> bool:
     return event.kind in _NOTABLE or (event.attempt > 0 and event.kind == "enqueued")
 
 
-_IMPLIED: Final = frozenset({"created", "dequeued", "execution_completed", "heartbeat"})
+_IMPLIED: Final = frozenset({"created", "execution_completed"})
 
 
 def trail(before: Record, step: Step) -> list[Event]:
     """The events of a step that must be stored with the record, because its columns do not imply them.
 
     The columns imply the normal course: created, claimed by a worker, completed. Any other step stores the
-    event of the current delivery first, because the next delivery overwrites its columns.
+    event of the current delivery first, because the next delivery overwrites its columns. Starts of handlers
+    and heartbeats are left out: they are in the events of the store.
     """
-    events = [event for event in step.events if event.kind not in _IMPLIED]
+    events = [one for one in step.events if one.kind not in _IMPLIED and one.state != "PROCESSING"]
     if events and before.state == "PROCESSING":
         events.insert(0, _delivery(before))
     return events
 
 
 def history(stored_record: Record, first: Event, trail_events: list[Event]) -> list[Event]:
-    """All events of a record except heartbeats: the trail, and those that its columns imply."""
+    """The events of a record without starts and heartbeats: the trail, and those that its columns imply."""
     record = stored_record
     events = [first, *trail_events]
     if first.state == "QUEUED":

@@ -62,7 +62,7 @@ from postroom.errors import (
 )
 from postroom.message import ENGINE_PREFIX, Moment, Record, State, Step, Stored, org_of
 from postroom.stores.base import PURGE_BATCH_MAX, ByIds, Ending, Limits, Listing
-from postroom.stores.transaction import Accepted, Transaction, reserved_id
+from postroom.stores.transaction import NO_STARTS, Accepted, Transaction, reserved_id
 
 MICROS_PER_S = 1_000_000
 WORKER_LOST_S = 30.0  # after which a worker that does not report is not counted
@@ -194,9 +194,12 @@ class Operations:
 
     # ---- outcomes ------------------------------------------------------------------------------
 
-    def finish(self, outcomes: Sequence[Outcome]) -> list[str]:
-        """Apply the outcomes of attempts. Returns messages whose lease was over: their outcome is dropped."""
-        return Outcomes(self.transaction, self._policy, self._books).finish(outcomes)
+    def finish(self, outcomes: Sequence[Outcome], started: Mapping[str, int] = NO_STARTS) -> list[str]:
+        """Apply the outcomes of attempts. Returns messages whose lease was over: their outcome is dropped.
+
+        `started` says when their handlers began if no event tells it yet, by message id.
+        """
+        return Outcomes(self.transaction, self._policy, self._books, started).finish(outcomes)
 
     def observe(self, provider: str, model: str, said: Observed) -> None:
         """Follow what the headers of a provider say about a model."""

@@ -3,7 +3,7 @@
 Rule 1: an outcome whose lease is over changes nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -24,7 +24,7 @@ from postroom.engine.rules.token_budgets import NOTHING, Spent, TokenBooks
 from postroom.errors import StaleLease, UnknownTask, WrongState
 from postroom.message import Moment, Record, Step
 from postroom.stores.base import ByIds
-from postroom.stores.transaction import Decide, Transaction
+from postroom.stores.transaction import NO_STARTS, Decide, Transaction
 
 OutcomeKind: TypeAlias = Literal["completed", "failed", "released", "deferred", "crashed"]
 
@@ -69,8 +69,16 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class Outcomes:
     """Applies outcomes in one transaction."""
 
-    def __init__(self, transaction: Transaction, policy: Policy, books: TokenBooks | None) -> None:
+    def __init__(
+        self,
+        transaction: Transaction,
+        policy: Policy,
+        books: TokenBooks | None,
+        started: Mapping[str, int] = NO_STARTS,
+    ) -> None:
+        """`started` says when handlers began of which no event tells yet, by message id."""
         self.transaction = transaction
+        self._started = started
         self._policy = policy
         self._books = books
         self._breakers = Breakers(transaction, policy)
@@ -99,7 +107,9 @@ class Outcomes:
         details = {one.message_id: _spent(one, rules) for one in outcomes if one.usage is not None}
         try:
             new = self.transaction.complete(
-                {message_id: (one.lease, one.result) for message_id, one in together.items()}, details
+                {message_id: (one.lease, one.result) for message_id, one in together.items()},
+                details,
+                self._starts_of(together),
             )
         except (StaleLease, UnknownTask):
             return [one.message_id for one in outcomes if not self._complete_alone(one)]
@@ -111,11 +121,14 @@ class Outcomes:
         result = {outcome.message_id: (outcome.lease, outcome.result)}
         try:
             details = {outcome.message_id: _spent(outcome, self._policy.token_rules)}
-            new = self.transaction.complete(result, details)
+            new = self.transaction.complete(result, details, self._starts_of(result))
         except (StaleLease, UnknownTask):
             return False
         self._after_success([outcome], new)
         return True
+
+    def _starts_of(self, message_ids: Iterable[str]) -> dict[str, int]:
+        return {each: self._started[each] for each in message_ids if each in self._started}
 
     def _after_success(self, outcomes: Sequence[Outcome], new: Sequence[str]) -> None:
         """Update what depends on completed messages. `new` are those that were not completed before."""
@@ -221,7 +234,10 @@ class Outcomes:
 
     def _apply(self, outcome: Outcome, decide: Decide) -> bool:
         """Apply an outcome; False when it was applied before."""
-        steps = self.transaction.apply(ByIds((outcome.message_id,)), decide)
+        message_id = outcome.message_id
+        if message_id in self._started:
+            self.transaction.tell_started({message_id: (outcome.lease, self._started[message_id])})
+        steps = self.transaction.apply(ByIds((message_id,)), decide)
         for step in steps:
             if step.record.state in lifecycle.ENDED:
                 ended(self.transaction, self._policy, step.record)

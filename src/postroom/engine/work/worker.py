@@ -52,6 +52,7 @@ from postroom.engine.work.isolation import ProcessDied, limit_memory, needs_proc
 from postroom.engine.work.migrations import current
 from postroom.engine.work.relay import Line, RelayedCalls, serve
 from postroom.engine.work.slots import LentSlots
+from postroom.engine.work.starts import Starts
 from postroom.errors import (
     InvalidMessage,
     PostroomError,
@@ -137,6 +138,7 @@ class Worker:
         self._rotation = Rotation()
         self._running: dict[str, _Running] = {}
         self._outcomes: list[Outcome] = []
+        self._starts = Starts()
         self._batches = Batches(self._call)
         self._claims: deque[tuple[float, int, int]] = deque()
         """The time of each claim, how many messages it got, and how many of them were promoted."""
@@ -261,16 +263,19 @@ class Worker:
     async def _cycle(self) -> int:
         """Commit the outcomes, claim for the free slots, and start what was claimed; returns how many."""
         outcomes, self._outcomes = self._outcomes, []
+        late, started = self._starts.take(outcomes)
         used = len(self._running) - self._batches.waiting - self._lent.count
         free = self.slots - used if self._may_claim else 0
-        if not outcomes and free <= 0:
+        if not outcomes and not late and free <= 0:
             return 0
         services, on_finish = self._handlers.services, self._core.additions.on_finish
         policy, rotation, worker_id = self._core.policy, self._rotation, self.worker_id
 
         def work(transaction: Transaction) -> Cycle:
             operations = Operations(transaction, policy)
-            stale = operations.finish(outcomes) if outcomes else []
+            if late:
+                transaction.tell_started(late)
+            stale = operations.finish(outcomes, started) if outcomes else []
             for note_outcomes in on_finish:
                 note_outcomes(transaction, policy, outcomes, stale)
             found = Claims(transaction, policy, worker_id, rotation, services).claim(free) if free > 0 else []
@@ -281,6 +286,7 @@ class Worker:
         try:
             stale, claimed, apart = await self._committed(work, makes_room=bool(outcomes))
         except Unavailable as error:
+            self._starts.put_back(late, outcomes, started)
             await self._outage(outcomes, error)
             return 0
         self._failures = 0
@@ -434,6 +440,8 @@ class Worker:
         return outcome
 
     async def _call(self, handler: Handler, message: Any, context: Any) -> Any:
+        for each in context if isinstance(context, list) else (context,):
+            self._note_start(each)
         if handler.is_async:
             return await awaited(handler.run(message, context))
         loop = asyncio.get_running_loop()
@@ -456,6 +464,11 @@ class Worker:
                 self._abandon(running)
             raise
 
+    def _note_start(self, context: Context) -> None:
+        running = self._running.get(context.message.message_id)
+        if running is not None:  # else its lease was lost while it waited for its batch
+            self._starts.add(running.claimed.record, self._core.store.wall_us())
+
     def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self.slots, thread_name_prefix="postroom-handler")
@@ -476,6 +489,7 @@ class Worker:
         serving = None if ours is None else asyncio.create_task(serve(ours, context.calls))
 
         telemetry = self._core.additions.telemetry
+        self._note_start(context)
 
         def call() -> bytes:
             limit_memory(message)
@@ -564,6 +578,8 @@ class Worker:
         while True:
             await wait_for_event(self._look, WATCH_S)
             self._look.clear()
+            if self._starts.look():
+                self._wake.set()
             held = self.held()
             if not held:
                 continue

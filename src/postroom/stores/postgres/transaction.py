@@ -22,13 +22,22 @@ from postroom.stores.base import (
     waiting,
     within_bytes,
 )
-from postroom.stores.event_runs import EVENTS_PER_NEW, CompletedRun, leased_run, pack, queue_and_lane, traits
+from postroom.stores.event_runs import (
+    EVENTS_PER_NEW,
+    CompletedRun,
+    StartedRun,
+    leased_run,
+    pack,
+    queue_and_lane,
+    traits,
+)
 from postroom.stores.postgres.lanes import ALL, DEPTH_KNOWN_NS, FAR_FROM_FULL, PostgresLanes
 from postroom.stores.postgres.ledger import ALIKE_ROWS_MAX, PostgresLedger
 from postroom.stores.postgres.parts import PostgresCells, PostgresEvents, PostgresRecords
 from postroom.stores.postgres.rows import from_sql, to_sql
 from postroom.stores.transaction import (
     NO_DETAILS,
+    NO_STARTS,
     Accepted,
     Claim,
     Decide,
@@ -193,20 +202,29 @@ class PostgresTransaction(Transaction):
             self.synced = True
 
     def complete(
-        self, results: Mapping[str, tuple[int, bytes]], details: Mapping[str, dict[str, Any]] = NO_DETAILS
+        self,
+        results: Mapping[str, tuple[int, bytes]],
+        details: Mapping[str, dict[str, Any]] = NO_DETAILS,
+        started: Mapping[str, int] = NO_STARTS,
     ) -> Sequence[str]:
         numbers = {self.ledger.known.own_number(message_id): message_id for message_id in results}
         if 0 in numbers:
-            return super().complete(results, details)  # ids of callers
+            return super().complete(results, details, started)  # ids of callers
         values = [*numbers], self.steady_ns
-        rows = {row[0]: row for row in self.ledger.ask_to_change("leased", values, len(numbers))}
+        rows = {
+            row[0]: row for row in self.ledger.ask_to_change("leased", values, len(numbers) + len(started))
+        }
         if len(rows) < len(results) or any(
             rows[number][1] != results[message_id][0] for number, message_id in numbers.items()
         ):
-            return super().complete(results, details)  # repeated calls, stale leases
+            return super().complete(results, details, started)  # repeated calls, stale leases
+        ordered = [rows[number] for number in numbers]
+        if started:
+            self._note_started(
+                [(row, numbers[row[0]]) for row in ordered if numbers[row[0]] in started], started
+            )
         first = self.ledger.take_numbers(len(numbers))
         self._send_results(numbers, results, first)
-        ordered = [rows[number] for number in numbers]
         place = first
         for _, neighbours in groupby(ordered, itemgetter(2, 3, 4)):
             same = list(neighbours)
@@ -214,6 +232,17 @@ class PostgresTransaction(Transaction):
             place += len(same)
         self.ended = True
         return [*results]
+
+    def _note_started(self, begun: list[tuple[Any, str]], started: Mapping[str, int]) -> None:
+        for _, neighbours in groupby(begun, lambda one: one[0][2:5]):
+            rows, message_ids = zip(*neighbours, strict=True)
+            _, leases, queues, lanes, workers, attempts, *_ = zip(*rows, strict=True)
+            first = self.ledger.take_numbers(len(rows))
+            run = StartedRun(
+                first, from_sql(queues[0]), lanes[0], from_sql(workers[0]), message_ids, attempts, leases,
+                [started[each] for each in message_ids],
+            )  # fmt: skip
+            self.ledger.append([run], len(rows))
 
     def _send_results(
         self, numbers: Mapping[int, str], results: Mapping[str, tuple[int, bytes]], first: int

@@ -45,7 +45,7 @@ from postroom.stores.rabbitmq.lanes import (
     shard_of,
 )
 from postroom.stores.store import Capabilities
-from postroom.stores.transaction import NO_DETAILS, Accepted, Transaction
+from postroom.stores.transaction import NO_DETAILS, NO_STARTS, Accepted, Transaction
 
 HOMES = "amqp-home"
 """The cells that name organizations with lanes of their own."""
@@ -412,9 +412,12 @@ class RabbitTransaction(Transaction):
         self._inner.set_limits(queue, limits)
 
     def complete(
-        self, results: Mapping[str, tuple[int, bytes]], details: Mapping[str, dict[str, Any]] = NO_DETAILS
+        self,
+        results: Mapping[str, tuple[int, bytes]],
+        details: Mapping[str, dict[str, Any]] = NO_DETAILS,
+        started: Mapping[str, int] = NO_STARTS,
     ) -> Sequence[str]:
-        return self._inner.complete(results, details)
+        return self._inner.complete(results, details, started)
 
     # ---- verbs with deliveries -------------------------------------------------------------------
 

@@ -23,18 +23,29 @@ from postroom.stores.base import (
     waiting,
     within_bytes,
 )
-from postroom.stores.event_runs import CompletedRun, LeasedRun, NotedRun, leased_run, queue_and_lane
+from postroom.stores.event_runs import (
+    CompletedRun,
+    LeasedRun,
+    NotedRun,
+    StartedRun,
+    leased_run,
+    queue_and_lane,
+)
 from postroom.stores.sqlite.ledger import SqliteLedger, alike_runs, carray_of, line_of
 from postroom.stores.sqlite.parts import SqliteCells, SqliteEvents, SqliteLanes, SqliteRecords
 from postroom.stores.sqlite.sql import queries as sql
 from postroom.stores.sqlite.sql.queries import ENGINE_QUEUES, ask
-from postroom.stores.transaction import NO_DETAILS, Accepted, Claim, Delivery, Transaction
+from postroom.stores.transaction import NO_DETAILS, NO_STARTS, Accepted, Claim, Delivery, Transaction
 
 T = TypeVar("T")
 
 _PAYLOAD = 8  # the column of a row of HEADS
 _lane = itemgetter(1)  # of a row of HEADS
 _holder = itemgetter(2, 3, 4)  # of a row of LEASED: queue, lane and worker
+
+
+def _holder_of_start(begun: tuple[Any, str]) -> Any:
+    return _holder(begun[0])
 
 
 class _Lazy:
@@ -218,7 +229,10 @@ class SqliteTransaction(Transaction):
     # ---- complete ------------------------------------------------------------------------------
 
     def complete(
-        self, results: Mapping[str, tuple[int, bytes]], details: Mapping[str, dict[str, Any]] = NO_DETAILS
+        self,
+        results: Mapping[str, tuple[int, bytes]],
+        details: Mapping[str, dict[str, Any]] = NO_DETAILS,
+        started: Mapping[str, int] = NO_STARTS,
     ) -> Sequence[str]:
         ledger, own_number = self.ledger, self.ids.own_number
         numbers = [own_number(message_id) for message_id in results]
@@ -228,13 +242,30 @@ class SqliteTransaction(Transaction):
             rows = ask(ledger.cursor, sql.LEASED_MANY, (carray_of(numbers), self.steady_ns))
         tokens, values = zip(*results.values(), strict=True) if results else ((), ())
         if [row[1] for row in rows] != [*tokens]:
-            return super().complete(results, details)  # ids of callers, repeated calls, stale leases
+            return super().complete(results, details, started)  # ids of callers, repeats, stale leases
+        if started:
+            begun = [(row, one) for row, one in zip(rows, results, strict=True) if one in started]
+            self._note_started(begun, started)
         ledger.changes += 1
         self._write_results(numbers, self.codec.seal_results(numbers, values))
         ids = iter(results)
         for holder_rows in _groups(rows, _holder):
             self._note_completed(holder_rows, [*islice(ids, len(holder_rows))], details)
         return [*results]
+
+    def _note_started(self, begun: list[tuple[Any, str]], started: Mapping[str, int]) -> None:
+        """Keep the events that handlers began."""
+        ledger = self.ledger
+        for each in _groups(begun, _holder_of_start):
+            rows, message_ids = zip(*each, strict=True)
+            seqs, leases, queues, lanes, workers, attempts, *_ = zip(*rows, strict=True)
+            names = message_ids if queues[0] >= ENGINE_QUEUES else seqs
+            ledger.append(
+                StartedRun(
+                    ledger.take_numbers(len(rows)), ledger.name(queues[0]), lanes[0], workers[0], names,
+                    attempts, leases, [started[one] for one in message_ids],
+                )
+            )  # fmt: skip
 
     def _write_results(self, numbers: list[int], results: Sequence[bytes]) -> None:
         ledger, first = self.ledger, self.ledger.number
