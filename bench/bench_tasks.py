@@ -722,7 +722,7 @@ def _repeat_synced(tasks: Tasks, count: int) -> None:
 
 
 async def _coroutines(tasks: Tasks, sizes: Sizes) -> None:
-    writer = StoreWriter(tasks, asyncio.get_running_loop())
+    writer = StoreWriter(tasks)
     caller_identity = Identity("bench", "operator")
 
     async def caller() -> None:

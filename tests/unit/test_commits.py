@@ -3,11 +3,12 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from postroom.engine.wakeups import EndWaiters
 from postroom.errors import HandleDead
-from postroom.stores.commit_thread import CommitThread
+from postroom.stores.commit_thread import COMMIT_MAX, CommitThread
 from postroom.stores.memory import MemoryStore
 from postroom.stores.transaction import Transaction
 
@@ -27,13 +28,17 @@ class DyingStore(MemoryStore):
         raise OSError("the disk is gone")
 
 
+def thread_of(store: MemoryStore) -> CommitThread[Callable[[Transaction], Any]]:
+    return CommitThread(store, lambda works, makes_room: store.write_many(works, makes_room=makes_room))
+
+
 def test_writes_go_on_after_a_store_that_could_not_be_opened_again() -> None:
-    commits = CommitThread(DyingStore())
+    commits = thread_of(DyingStore())
 
     async def write() -> Any:
         async with asyncio.timeout(30):
-            [failed, *_] = await asyncio.gather(commits.write(lambda _: 1), return_exceptions=True)
-            return failed, await commits.write(lambda _: 2)
+            failed = await asyncio.gather(commits.submit(lambda _: 1), return_exceptions=True)
+            return failed[0], await commits.submit(lambda _: 2)
 
     failed, second = asyncio.run(write())
     commits.close()
@@ -41,8 +46,27 @@ def test_writes_go_on_after_a_store_that_could_not_be_opened_again() -> None:
     assert second == 2
 
 
+def test_work_of_one_round_is_committed_in_its_order_and_in_full_commits() -> None:
+    done: list[int] = []
+    sizes: list[int] = []
+
+    def commit(works: list[Callable[[], None]], _makes_room: bool) -> list[Any]:
+        sizes.append(len(works))
+        return [work() for work in works]
+
+    many: CommitThread[Callable[[], None]] = CommitThread(MemoryStore(), commit)
+
+    async def write() -> None:
+        await asyncio.gather(*(many.submit(partial(done.append, number)) for number in range(600)))
+
+    asyncio.run(write())
+    many.close()
+    assert done == list(range(600))
+    assert sizes == [COMMIT_MAX, COMMIT_MAX, 600 - 2 * COMMIT_MAX]
+
+
 def test_reads_do_not_wait_for_blocking_calls_of_the_program() -> None:
-    commits, opened = CommitThread(MemoryStore()), threading.Event()
+    commits, opened = thread_of(MemoryStore()), threading.Event()
 
     async def read() -> int:
         calls = [asyncio.create_task(asyncio.to_thread(opened.wait, 60)) for _ in range(100)]

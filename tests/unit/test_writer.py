@@ -28,7 +28,7 @@ def run(work: Work, store: Any = None) -> Any:
     """Run a coroutine with a writer in an event loop."""
 
     async def inside() -> Any:
-        writer = StoreWriter(tasks, asyncio.get_running_loop())
+        writer = StoreWriter(tasks)
         try:
             return await work(tasks, writer)
         finally:
@@ -287,7 +287,6 @@ def test_waiting_calls_are_committed_before_close_returns(monkeypatch: pytest.Mo
     async def work(tasks: Tasks, writer: StoreWriter) -> None:
         for _ in range(7):
             writer.submit(enqueue_1, ONE)
-        await asyncio.sleep(0)
         writer.close()
         assert len(tasks.find()) == 7
 

@@ -304,7 +304,7 @@ class Worker:
 
     async def _committed(self, work: Callable[[Transaction], Cycle], *, makes_room: bool) -> Cycle:
         """Commit a cycle. When the worker is cancelled meanwhile, what the cycle claimed is released."""
-        commit = asyncio.ensure_future(self._commits.write_cycle(work, makes_room=makes_room))
+        commit = self._commits.write_cycle(work, makes_room=makes_room)
         try:
             return await asyncio.shield(commit)
         except asyncio.CancelledError:

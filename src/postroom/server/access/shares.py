@@ -30,19 +30,22 @@ class Shares:
 
     def take(self, identity: Identity, amount: int = 1) -> None:
         """Take units. Raises `TooMany` when the caller's share is used up, `Unavailable` when all are."""
+        holder, org = identity.holder, identity.org
+        of_holder = self._by_holder.get(holder, 0) + amount
+        of_organization = self._by_organization.get(org, 0) + amount
         available = self._total_max
         if not identity.is_operator:
             available -= self._reserve
-            if self._by_holder[identity.holder] + amount > self._each_max:
+            if of_holder > self._each_max:
                 raise TooMany(identity.name, self._what, self._each_max, RETRY_AFTER_S)
-            if identity.org and self._by_organization[identity.org] + amount > self._organization_max:
-                raise TooMany(identity.org, self._what, self._organization_max, RETRY_AFTER_S)
+            if org and of_organization > self._organization_max:
+                raise TooMany(org, self._what, self._organization_max, RETRY_AFTER_S)
         if self.used + amount > available:
             raise Unavailable(
                 f"the server allows at most {available} {self._what} at a time: try again later"
             )
-        self._by_holder[identity.holder] += amount
-        self._by_organization[identity.org] += amount
+        self._by_holder[holder] = of_holder
+        self._by_organization[org] = of_organization
         self.used += amount
 
     def give_back(self, identity: Identity, amount: int = 1) -> None:
@@ -54,6 +57,8 @@ class Shares:
 
 def lower(counts: Counter[Any], key: object, amount: int) -> None:
     """Count less for a key, and forget it at zero."""
-    counts[key] -= amount
-    if not counts[key]:
+    left = counts[key] - amount
+    if left:
+        counts[key] = left
+    else:
         del counts[key]

@@ -153,7 +153,7 @@ class TaskServer:
         self._coordinator_starts = asyncio.Lock()
         self._beats: dict[tuple[str, str], float] = {}
         """When each agent was last noted as alive. Tokens limit how many there are."""
-        self.writer = StoreWriter(tasks, self._loop)
+        self.writer = StoreWriter(tasks)
         self.rates = RateLimits(token_rate)
         self.refusals = RefusalEvents(self.writer.submit, server_log)
         self.long_polls = TaskPolls(tasks, self.writer, self.read, self._loop)
