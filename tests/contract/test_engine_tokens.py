@@ -9,8 +9,9 @@ import pytest
 
 from postroom import Engine, MessageFailed, Policy, RateLimited, Tasks, TokensExhausted
 from postroom.core.formats.events import of_store
-from postroom.engine.rules.cells import ACCOUNTS
+from postroom.engine.rules.cells import ACCOUNTS, DEPENDANTS
 from postroom.engine.rules.claims import Claimed
+from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.outcomes import Outcome, Usage
 from postroom.engine.token_status import ModelTokens
 from postroom.engine.work.handlers import Pool
@@ -288,6 +289,126 @@ def test_rebalancing_is_an_event_and_helps_the_short_tier(make: Make) -> None:
     [event] = events(engine, "tokens_rebalanced")
     assert (event.detail["model"], event.detail["moved"]) == ("small", 300)
     assert of_store(event, "s", "tasks").contract == "engine"
+
+
+# ---- messages without `tokens=` --------------------------------------------------------------------
+
+REQUESTS = {"small": {"requests_per_minute": 2}}
+
+
+@pytest.mark.parametrize("fields", [{"type": "model_call"}, {"models": ["small"]}])
+def test_requests_count_without_tokens(make: Make, fields: dict[str, Any]) -> None:
+    engine = make(REQUESTS)
+    engine.submit_many(3, **fields)
+    engine.submit()  # a tool call that names no model
+    claimed = engine.claim(4)
+    assert len(claimed) == 3
+    assert [one.grant is None for one in claimed].count(True) == 1
+    engine.complete(claimed)
+    found = model_of(engine).windows["requests_per_minute"]
+    assert (found.limit, found.used, found.reserved, found.free) == (2, 2, 0, 0)
+
+
+def test_missing_estimate_is_estimated_from_the_payload(make: Make, tmp_path: Path) -> None:
+    engine = make()
+    engine.submit(type="model_call", payload={"prompt": "x" * 400})
+    engine.submit(type="model_call", payload={"prompt": "x" * 400, "max_tokens": 200})
+    engine.submit(type="model_call", payload={"prompt": "x" * 400, "max_tokens": "many"})
+    estimates = [one.grant.tokens for one in engine.claim(3) if one.grant is not None]
+    assert estimates == [104, 308, 109]
+
+
+def test_payload_that_is_stored_apart_is_estimated_too(make: Make) -> None:
+    engine = make({"small": {"tokens_per_minute": 1_000_000}})
+    engine.submit(type="model_call", payload={"prompt": "x" * 200_000})
+    [claimed] = engine.claim()
+    assert claimed.grant is not None
+    assert claimed.grant.tokens == 50_004
+
+
+def test_estimate_is_at_most_what_the_models_can_give(make: Make) -> None:
+    engine = make()
+    handle = engine.submit(type="model_call", payload={"prompt": "x" * 40_000})
+    assert [one.record.message_id for one in engine.claim()] == [handle.message_id]
+    assert figures(engine) == (1_000, 0, 1_000, 0)
+
+
+def test_use_beyond_an_estimate_counts_and_stops_nobody(make: Make) -> None:
+    engine = make(tiers=TIERS)
+
+    @engine.engine.handler("model_call")
+    async def call(_message: Any, ctx: Any) -> int:
+        ctx.use_tokens(400)
+        return int(ctx.tokens)
+
+    handle = engine.submit(type="model_call")
+    engine.run_all()
+    assert engine.wait(handle.result()) == 0
+    assert figures(engine) == (1_000, 400, 0, 600)
+    engine.submit_many(3, type="model_call", priority=1)
+    engine.run_all()
+    assert figures(engine) == (1_000, 1_000, 0, 0)
+
+
+def test_message_without_tokens_whose_model_has_no_budget_runs(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/queue.db"
+    with Engine.open(url) as engine:
+        engine.blocking.submit(type="tool_call", org_id="acme", payload={}, models=["local"])
+    worker = EngineUnderTest(url, Policy(tokens={"providers": {"p": {"models": {"small": SMALL}}}}))
+    [claimed] = worker.claim()
+    assert claimed.grant is None
+    worker.close()
+
+
+# ---- importance ------------------------------------------------------------------------------------
+
+
+def test_p0_borrows_what_is_free_and_fails_when_that_is_too_little(make: Make) -> None:
+    engine = make(tiers=TIERS)
+    first = engine.submit(tokens=900, priority=0)
+    [claimed] = engine.claim()
+    assert claimed.record.message_id == first.message_id
+    assert claimed.grant is not None
+    assert claimed.grant.borrowed == 500
+    second = engine.submit(tokens=200, priority=0)
+    assert engine.claim() == []
+    assert engine.state(second) == "DEAD_LETTER"
+
+
+def test_message_that_waits_for_tokens_is_looked_at_again_when_others_come_to_wait_for_it(make: Make) -> None:
+    engine = make(tiers=TIERS)
+    parent = engine.submit(tokens=350, priority=1)
+    delayed = engine.submit(tokens=5, priority=1, delay_s=30)
+    assert engine.claim(2) == []
+    for _ in range(4):
+        engine.submit(parent_message_id=parent.message_id, delay_s=500)
+        engine.submit(parent_message_id=delayed.message_id, delay_s=500)
+    assert [one.record.message_id for one in engine.claim(2)] == [parent.message_id]
+    assert engine.state(delayed) == "SCHEDULED"
+
+
+def test_children_that_were_stored_before_their_parent_count(make: Make) -> None:
+    engine = make(tiers=TIERS)
+    parent_id = "019c1c38-a400-7000-81bb-f5acea15a2e3"
+    children = [engine.submit(parent_message_id=parent_id, delay_s=500) for _ in range(4)]
+    parent = engine.submit(tokens=350, priority=1, message_id=parent_id)
+    assert [one.record.message_id for one in engine.claim()] == [parent.message_id]
+    records = [engine.engine.store.load(child.message_id) for child in children]
+    forgotten = [found.record for found in records if found is not None]
+    policy = engine.engine.policy
+    engine.engine.store.write(lambda transaction: Operations(transaction, policy).forget(forgotten))
+    assert not engine.engine.store.read(DEPENDANTS.all)
+
+
+def test_children_of_another_organization_give_no_importance(make: Make) -> None:
+    engine = make(tiers=TIERS)
+    parent_id = "019c1c38-a400-7000-81bb-f5acea15a2e3"
+    for _ in range(4):
+        engine.submit(parent_message_id=parent_id, org_id="other", delay_s=500)
+    engine.submit(tokens=350, priority=1, message_id=parent_id)
+    for _ in range(4):
+        engine.submit(parent_message_id=parent_id, org_id="other", delay_s=500)
+    assert engine.claim() == []
 
 
 # ---- the door --------------------------------------------------------------------------------------

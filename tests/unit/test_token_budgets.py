@@ -19,6 +19,8 @@ from postroom.core.tokens.tokens import (
     Short,
     allocate,
     current,
+    estimate,
+    extend,
     importance,
     reserve,
     settle,
@@ -181,12 +183,22 @@ def test_shortage_ends_at_the_earliest_reset_of_all_models() -> None:
     day, minute = rule("day", tokens_per_day=10), rule("minute", tokens_per_minute=10)
     spent = (replace(fresh(day), used=(0, 10, 0, 0)), replace(fresh(minute), used=(10, 0, 0, 0)))
     found = allocate(Need(3, 0, has_preferences=True), [(day, spent[0]), (minute, spent[1])], NOW)
-    assert found == Short(8 * MINUTE, is_exhausted=True)
+    assert found == Short(8 * MINUTE)
 
 
-def test_a_tier_can_be_short_while_its_model_is_not_exhausted() -> None:
+def test_a_short_tier_waits_for_the_reset_of_its_model() -> None:
     small = rule()
-    assert allocate(Need(450, 0), [(small, fresh(small))], NOW) == Short(8 * MINUTE, is_exhausted=False)
+    assert allocate(Need(450, 0), [(small, fresh(small))], NOW) == Short(8 * MINUTE)
+
+
+def test_an_estimate_grows_as_far_as_the_limits_go() -> None:
+    small = rule(tokens_per_minute=1_000)
+    account = fresh(small)
+    grant = replace(granted(Need(100, 0), (small, account)), is_estimate=True)
+    account, grown = extend(reserve(account, grant), grant, 300)
+    assert (grown.tokens, grown.borrowed, account.tokens) == (300, 0, 300)
+    account, grown = extend(account, grown, 5_000)
+    assert (grown.tokens, account.tokens) == (1_000, 1_000)
 
 
 def test_a_degraded_message_gets_another_model_or_fewer_tokens() -> None:
@@ -207,6 +219,21 @@ def test_reach_of_a_tier() -> None:
     assert small.reach == (1_000, 800, 650, 550)
     assert rule(tokens_per_minute=1_000, tokens_per_day=70).reach[0] == 70
     assert rule(requests_per_minute=5).reach[3] == TOKENS_MAX
+
+
+@pytest.mark.parametrize(
+    ("payload", "tokens_estimated"),
+    [
+        (b"{}", 1),
+        (b'{"max_tokens":500}', 505),
+        (b'{"max_output_tokens":-5}', 6),
+        (b'{"max_tokens":true}', 5),
+        (b'{"max_tokens":1e300,"max_completion_tokens":10}', 22),
+        (b'{"max_tokens":9000000000000000}', TOKENS_MAX),
+    ],
+)
+def test_estimate_counts_the_payload_and_the_longest_answer(payload: bytes, tokens_estimated: int) -> None:
+    assert estimate(payload) == tokens_estimated
 
 
 # ---- windows, loans and rebalancing ----------------------------------------------------------------
@@ -380,7 +407,7 @@ def test_facts_follow_the_headers() -> None:
     assert tokens.limit_of(account, 0) == 800
     assert (account.outside[0], tokens.free_of(account, 0)) == (700, 100)
     found = allocate(Need(200, 1), [(small, account)], NOW)
-    assert found == Short(NOW + 5 * NANOS_PER_S, is_exhausted=True)
+    assert found == Short(NOW + 5 * NANOS_PER_S)
     account, _ = current(account, small, NOW + 5 * NANOS_PER_S)
     assert tokens.free_of(account, 0) == 800
     more = observe(account, Observed(limit_tokens=5_000, remaining_tokens=5_000), NOW)
@@ -390,7 +417,7 @@ def test_facts_follow_the_headers() -> None:
 def test_a_model_is_left_alone_while_its_provider_asks_for_it() -> None:
     small, other = rule(), rule("other")
     blocked = small, observe(fresh(small), Observed(retry_after_s=30), NOW)
-    assert allocate(Need(5, 1), [blocked], NOW) == Short(NOW + 30 * NANOS_PER_S, is_exhausted=True)
+    assert allocate(Need(5, 1), [blocked], NOW) == Short(NOW + 30 * NANOS_PER_S)
     need = Need(5, 1, has_preferences=True)
     assert granted(need, blocked, (other, fresh(other))).model == "other"
     assert isinstance(allocate(Need(5, 1), [blocked], NOW + 30 * NANOS_PER_S), Grant)

@@ -106,7 +106,7 @@ def _why_queued(operations: Operations, policy: Policy, stored: Stored, services
             f": the breaker of service {service.name} is {circuit.state}. "
             f"A probe is allowed in {left_s:.0f} s."
         )
-    short = _why_short(transaction, policy, record, body)
+    short = _why_short(transaction, policy, record, kind, body)
     if short:
         return short
     if not operations.workers():
@@ -118,16 +118,20 @@ def _why_queued(operations: Operations, policy: Policy, stored: Stored, services
     )
 
 
-def _why_short(transaction: Transaction, policy: Policy, record: Record, body: Body | None) -> str:
+def _why_short(
+    transaction: Transaction, policy: Policy, record: Record, type_name: str, body: Body | None
+) -> str:
     """Which token budget would hold a message now; empty when none does."""
     rules = policy.token_rules
-    if rules is None or body is None or not body.tokens:
+    if rules is None or body is None:
         return ""
-    found = TokenBooks(transaction, rules).decide(record, body, prunes=False)
-    if not isinstance(found, Short):
+    books = TokenBooks(transaction, rules)
+    asking = books.asking(type_name, record, body)
+    found = None if asking is None else books.decide(record, asking, prunes=False)
+    if asking is None or not isinstance(found, Short):
         return ""
     wait_s = max(0, found.due_ns - transaction.steady_ns) / NANOS_PER_S
-    return f": {short_text(body, rules, record.priority)}. The budget is refilled in {wait_s:.0f} s."
+    return f": {short_text(asking, rules, record.priority)}. The budget is refilled in {wait_s:.0f} s."
 
 
 def _ahead(transaction: Transaction, record: Record) -> int:

@@ -489,9 +489,15 @@ class World:
             error="the call failed", error_type="Failed", is_final=chance.random() < 0.1,
             retry_in_s=chance.choice((None, None, 0.0, 5.0)), spread=chance.random(),
             delay_s=chance.uniform(0, 10), counts_for_breaker=service is not None,
-            usage=Usage(tokens_in=chance.randrange(50)) if chance.random() < 0.3 else None,
+            usage=self._usage(claimed) if chance.random() < 0.3 else None,
             keeps_priority=chance.random() < 0.3, grant=claimed.grant,
         )  # fmt: skip
+
+    def _usage(self, claimed: Claimed) -> Usage:
+        """What an attempt used; of an estimate, no more than that, because more counts up to the limits."""
+        used = self._random.randrange(50)
+        grant = claimed.grant
+        return Usage(tokens_in=min(used, grant.tokens) if grant and grant.is_estimate else used)
 
     def _commit(self, outcomes: list[Outcome]) -> None:
         """Send outcomes in one commit. A commit that fails is sent again."""

@@ -10,7 +10,7 @@ Rule 4: nothing here reads a clock. Times are nanoseconds of the store's clock.
 
 import math
 from collections.abc import Sequence
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -38,8 +38,31 @@ BLOCKED_FULL: Final = 4  # from this number of dependants on, they give their fu
 RETRIES_FULL: Final = 3
 BLOCKED_WEIGHT: Final = 0.75
 DEGRADED_SHARE: Final = 0.5  # of the tokens asked for; a degraded message gets at least these
+BYTES_A_TOKEN: Final = 4  # of English text, on average; what an attempt reports corrects it
 QUEUE_LOOK_NS: Final = NANOS_PER_S  # how long a message of the policy "queue" waits until it is tried again
 NONE_OF_5: Final[Five] = (0, 0, 0, 0, 0)
+
+
+# ---- estimates -------------------------------------------------------------------------------------
+
+
+class _Answer(msgspec.Struct):
+    """How long the answer to a model call may be, under the names that providers use."""
+
+    max_tokens: Any = 0
+    max_completion_tokens: Any = 0
+    max_output_tokens: Any = 0
+
+
+_answer = msgspec.json.Decoder(_Answer).decode
+
+
+def estimate(payload: bytes) -> int:
+    """The tokens of a model call: its payload by its length, and the longest answer that it allows."""
+    found = _answer(payload)
+    named = (found.max_tokens, found.max_completion_tokens, found.max_output_tokens)
+    answer = max([0, *(most for most in named if type(most) is int)])
+    return min(TOKENS_MAX, math.ceil(len(payload) / BYTES_A_TOKEN) + answer)
 
 
 # ---- the books of a model --------------------------------------------------------------------------
@@ -213,6 +236,8 @@ class Grant(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """How many come from each pool."""
     wanted: int = 0
     """The tokens asked for when they are more than these: the message is degraded."""
+    is_estimate: bool = False
+    """Whether the sender named no tokens: then the attempt may use more."""
 
     @property
     def borrowed(self) -> int:
@@ -225,8 +250,6 @@ class Short(msgspec.Struct, frozen=True, gc=False):
 
     due_ns: int
     """The earliest time at which one of them may have."""
-    is_exhausted: bool = True
-    """Whether no model has room. Otherwise only the message's own tier is short."""
 
 
 Candidate: TypeAlias = tuple[ModelRule, Account]
@@ -254,7 +277,7 @@ def allocate(
         found = _first(need, roomy, need.importance)
     if found is None and need.shortage == "degrade":
         found = _degraded(need, candidates, now_ns, others)
-    return found or Short(_due_ns(need, candidates, now_ns), not roomy)
+    return found or Short(_due_ns(need, candidates, now_ns))
 
 
 def _first(need: Need, roomy: Sequence[Candidate], share: float) -> Grant | None:
@@ -389,6 +412,18 @@ def settle(account: Account, grant: Grant, used: int, *, ran: bool) -> Account:
         (b[0] - c[0], b[1] - c[1], b[2] - c[2], b[3] - c[3], b[4] - c[4]),
         lending, debt, lent, account.short, account.stated, account.blocked_until,
     )  # fmt: skip
+
+
+def extend(account: Account, grant: Grant, used: int) -> tuple[Account, Grant]:
+    """Book what an attempt used beyond its estimate, as far as the limits go, in the pool of its tier."""
+    windows = [free_of(account, window) for window in (TOKENS_MINUTE, TOKENS_DAY) if account.limits[window]]
+    more = min([used - grant.tokens, *windows])
+    pool = grant.tier if grant.parts[grant.tier] else SHARED
+    parts, reserved = [*grant.parts], [*account.pool_reserved]
+    parts[pool] += more
+    reserved[pool] += more
+    account = replace(account, tokens=account.tokens + more, pool_reserved=_five(reserved))
+    return account, replace(grant, tokens=grant.tokens + more, parts=_five(parts))
 
 
 def used_parts(grant: Grant, used: int) -> Five:

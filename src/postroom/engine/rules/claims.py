@@ -24,7 +24,7 @@ from postroom.engine.rules.breakers import Breakers, Service, service_called
 from postroom.engine.rules.cells import CIRCUITS, GOALS, PARKED, PAUSES, SCAN_MAX, SEPARATOR
 from postroom.engine.rules.extensions import on_claim
 from postroom.engine.rules.policy import Policy
-from postroom.engine.rules.token_budgets import TokenBooks, short_text
+from postroom.engine.rules.token_budgets import MODEL_CALL, TokenBooks, short_text
 from postroom.errors import GuardTripped
 from postroom.message import Moment, Record, Step, org_of
 from postroom.stores.base import LANES, OVERDUE_A_CLAIM_MAX, ByIds, Head
@@ -37,6 +37,8 @@ ORDERED = b'"ordering_key":'
 """Every body with an ordering key contains this; a payload may contain it, too."""
 SPENDS = b'"tokens":'
 """Every body with tokens contains this; a payload may contain it, too."""
+NAMES_MODELS = b'"models":'
+"""Every body that names models contains this; a payload may contain it, too."""
 
 Services = Mapping[str, str]
 """Message type -> the service that its handler calls."""
@@ -300,23 +302,27 @@ class Claims:
 
     def _admits(self, head: Head) -> bool:
         """Whether a message has its tokens, and its service may be called."""
-        if self._books is None or SPENDS not in head.payload:
+        raw, books = head.payload, self._books
+        if books is None or not (SPENDS in raw or head.type == MODEL_CALL or NAMES_MODELS in raw):
             return self._service_admits(head)
-        body = body_of(head.payload)
-        if body is None or not body.tokens:
+        stored = body_of(raw)
+        body = None if stored is None else books.asking(head.type, head.record, stored)
+        if body is None:
             return self._service_admits(head)
-        found = self._books.take(head.record, body)
+        found = books.take(head.record, body)
         if not isinstance(found, Grant):
             self._hold_back(head, body, found)
             return False
+        if body is not stored:
+            found = msgspec.structs.replace(found, is_estimate=True)
         if not self._service_admits(head):
-            self._books.give_back(found)
+            books.give_back(found)
             return False
         self._grants[head.record.message_id] = found, body
         return True
 
     def _hold_back(self, head: Head, body: Body, short: Short | None) -> None:
-        """No model has the tokens of a message. P0 fails at once when all are exhausted; others wait."""
+        """No model has the tokens of a message. P0 fails at once; others wait."""
         books, rules, record = self._books, self._policy.token_rules, head.record
         assert books is not None  # noqa: S101 - for the type checker: there are budgets
         assert rules is not None  # noqa: S101 - the same
@@ -325,7 +331,7 @@ class Claims:
             return
         books.refuse(record, body)
         reason = short_text(body, rules, record.priority)
-        if record.priority == 0 and short.is_exhausted:
+        if record.priority == 0:
             self._fail(head, reason, "TokensExhausted")
             return
         delay_ns = short.due_ns - self._transaction.steady_ns

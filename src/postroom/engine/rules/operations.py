@@ -180,7 +180,8 @@ class Operations:
         storage.add(transaction, message.org_id, message_id, len(message.payload))
         storage.add(transaction, message.org_id, message_id, len(message.context))
         if self._books is not None and message.envelope.parent_message_id:
-            note_dependant(transaction, message.envelope.parent_message_id, message_id)
+            envelope = message.envelope
+            note_dependant(transaction, envelope.queue, envelope.parent_message_id, message_id)
         if body.idempotency_key:
             used = UsedKey(message_id, message.digest, transaction.wall_us)
             KEYS.put(transaction, used, message.org_id, body.idempotency_key)
@@ -410,6 +411,10 @@ class Operations:
             PARTS.drop_under(transaction, record.message_id)
             if self._books is not None:
                 DEPENDANTS.drop_under(transaction, record.message_id)
+            if self._books is not None and stored_message is not None:
+                DEPENDANTS.put(
+                    transaction, None, stored_message.envelope.parent_message_id, record.message_id
+                )
             RECEIPTS.put(transaction, None, record.message_id)
             storage.forget(transaction, org_of(record.queue), record.message_id)
             ordering.leave(transaction, record)

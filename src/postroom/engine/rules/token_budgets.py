@@ -13,11 +13,13 @@ import msgspec
 from msgspec.structs import replace
 
 from postroom.core.lifecycle import lifecycle
+from postroom.core.names import unscoped
 from postroom.core.tokens import tokens
 from postroom.core.tokens.provider_headers import Observed, observe
 from postroom.core.tokens.token_rules import SHARED, TIERS, ModelRule, TokenRules
 from postroom.core.tokens.tokens import Account, Grant, Need, Purse, Short
 from postroom.engine.messages import Body
+from postroom.engine.rules import bodies
 from postroom.engine.rules.cells import (
     ACCOUNTS,
     DEPENDANTS,
@@ -30,11 +32,16 @@ from postroom.engine.rules.cells import (
     joined,
 )
 from postroom.message import ENGINE_PREFIX, Noted, Record, org_of
+from postroom.stores.base import ByIds
 from postroom.stores.transaction import Transaction
 
 CLAIMS_SWEPT_MAX: Final = 1_000
 LEASE_LAST: Final = 2**63 - 1
 DEPENDANTS_LOOKED_MAX: Final = 100
+MODEL_CALL: Final = "model_call"
+"""The type of messages that use a model without naming one."""
+SHORT: Final = "the token budget"
+"""The beginning of the reason for which a message waits for tokens."""
 
 Name: TypeAlias = tuple[str, str]
 """A provider and a model."""
@@ -128,6 +135,20 @@ class TokenBooks:
 
     # ---- claims --------------------------------------------------------------------------------
 
+    def asking(self, type_name: str, record: Record, body: Body) -> Body | None:
+        """The body with the tokens that it asks for; None when its message uses no model with a budget.
+
+        A message that names a model but no tokens, and a model call, ask for an estimate.
+        """
+        if body.tokens:
+            return body
+        models = self._rules.candidates(body.models)
+        if not models or not (body.models or type_name == MODEL_CALL):
+            return None
+        estimate = tokens.estimate(bodies.payload_of(self._transaction, body))
+        most = max(rule.reach[record.priority] for rule in models)
+        return replace(body, tokens=min(estimate, most))
+
     def take(self, record: Record, body: Body) -> Grant | Short | None:
         """Reserve the tokens of a message. `hold` follows when it is leased, or `give_back`.
 
@@ -170,7 +191,9 @@ class TokenBooks:
             return found
         if not any(rule.reach[need.tier] >= need.tokens for rule in models):
             return None
-        weight = tokens.importance(self._blocked(record.message_id, prunes=prunes), record.retries)
+        weight = 1.0  # P0 gets what is free at once, or fails
+        if record.priority:
+            weight = tokens.importance(self._blocked(record, prunes=prunes), record.retries)
         if not weight and rules.shortage != "degrade":
             return found
         others = [] if rules.shortage != "degrade" else [rule for rule in rules.models if rule not in models]
@@ -181,17 +204,23 @@ class TokenBooks:
             [(rule, self.account(rule)) for rule in others],
         )
 
-    def _blocked(self, message_id: str, *, prunes: bool) -> int:
+    def _blocked(self, record: Record, *, prunes: bool) -> int:
         """How many open messages have this one as their parent, counted up to `BLOCKED_FULL`."""
+        transaction, message_id = self._transaction, record.message_id
+        names = dict.fromkeys((message_id, unscoped(org_of(record.queue), message_id)))
         count = 0
-        for key, _ in DEPENDANTS.under(self._transaction, message_id, limit=DEPENDANTS_LOOKED_MAX):
-            child = self._transaction.records.get(key.partition(SEPARATOR)[2])
+        for key, _ in [
+            found
+            for name in names
+            for found in DEPENDANTS.under(transaction, name, limit=DEPENDANTS_LOOKED_MAX)
+        ]:
+            child = transaction.records.get(key.partition(SEPARATOR)[2])
             if child is not None and child.state not in lifecycle.ENDED:
-                count += 1
+                count += child.queue == record.queue  # the child may have come before the parent got its id
                 if count == tokens.BLOCKED_FULL:
                     break
             elif prunes:
-                self._transaction.cells.put(DEPENDANTS.name, key, None)
+                transaction.cells.put(DEPENDANTS.name, key, None)
         return count
 
     def hold(self, leased: Sequence[tuple[Record, Grant]]) -> None:
@@ -267,8 +296,10 @@ class TokenBooks:
 
     def _settle(self, hold: Hold, spent: Spent) -> None:
         grant = hold.grant
-        used = min(spent.used, grant.tokens)
         account = self._account_of(grant)
+        if grant.is_estimate and spent.used > grant.tokens:
+            account, grant = tokens.extend(account, grant, spent.used)
+        used = min(spent.used, grant.tokens)
         self._accounts[grant.provider, grant.model] = tokens.settle(account, grant, used, ran=spent.ran)
         if used:
             self._book_use(grant, hold.org_id, used)
@@ -375,10 +406,19 @@ def is_live(transaction: Transaction, hold: Hold) -> bool:
     )
 
 
-def note_dependant(transaction: Transaction, parent_id: str, child_id: str) -> None:
-    """Remember that a message waits for another one, if that one is stored."""
-    if transaction.records.get(parent_id) is not None:
-        DEPENDANTS.put(transaction, True, parent_id, child_id)  # noqa: FBT003
+def note_dependant(transaction: Transaction, queue: str, parent_id: str, child_id: str) -> None:
+    """Remember that a message waits for another one, which may be stored later.
+
+    A parent that waits for tokens is queued again: it is more important now, so it may borrow more.
+    """
+    parent = transaction.records.get(parent_id)
+    if parent is not None and parent.queue != queue:
+        return
+    DEPENDANTS.put(transaction, True, parent_id, child_id)  # noqa: FBT003
+    stored = transaction.records.load(parent_id) if parent and parent.state == "SCHEDULED" else None
+    deferred = [event for event in stored.history if event.kind == "deferred"] if stored else []
+    if deferred and deferred[-1].detail.get("reason", "").startswith(SHORT):
+        transaction.apply(ByIds((parent_id,)), lifecycle.wake)
 
 
 def all_holds(transaction: Transaction) -> list[tuple[Hold, bool]]:
@@ -389,4 +429,4 @@ def all_holds(transaction: Transaction) -> list[tuple[Hold, bool]]:
 def short_text(body: Body, rules: TokenRules, priority: int) -> str:
     """Why a message waits for tokens, for `explain`."""
     names = ", ".join(rule.name for rule in rules.candidates(body.models))
-    return f"the token budget: its {body.tokens} tokens are more than P{priority} has free of {names}"
+    return f"{SHORT}: its {body.tokens} tokens are more than P{priority} has free of {names}"

@@ -252,11 +252,12 @@ class Context:
     def use_tokens(self, n: int) -> int:
         """Count tokens as used. Returns how many are left of the reservation.
 
-        Raises `TokensExhausted` when the reservation does not hold them: it is used up then.
+        Raises `TokensExhausted` when the reservation does not hold them: it is used up then. An estimate
+        stops nobody: use beyond it counts, too.
         """
         if type(n) is not int or not 0 <= n <= USAGE_MAX:
             raise InvalidMessage(f"tokens must be a whole number from 0 to {USAGE_MAX}, not {shown(n)}")
-        is_over = self._grant is not None and n > self.tokens
+        is_over = self._grant is not None and not self._grant.is_estimate and n > self.tokens
         self.usage(model=self.model, tokens_out=self.tokens if is_over else n)
         if is_over and self._grant is not None:
             message_id = self.message.message_id
