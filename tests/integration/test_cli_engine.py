@@ -262,6 +262,18 @@ def test_a_pause_holds_messages_back() -> None:
     assert engine("status").line["pauses"] == []
 
 
+def test_messages_are_listed_by_filters_and_cursor() -> None:
+    with opened() as store:
+        fields: Any = {"type": "own_type", "org_id": "acme", "payload": {"to": "Oslo"}}
+        ids = [store.blocking.submit(**fields, goal_id=f"g{n % 2}").message_id for n in range(3)]
+    first = engine("list", "--org", "acme", "--text", "oslo", "--limit", 2).line
+    rest = engine("list", "--org", "acme", "--text", "oslo", "--cursor", first["cursor"]).line
+    assert [one["message_id"] for one in [*first["messages"], *rest["messages"]]] == ids[::-1]
+    assert [one["message_id"] for one in engine("list", "--goal", "g1").line["messages"]] == [ids[1]]
+    wrong = engine("list", "--state", "WAITING")
+    assert (wrong.code, "WAITING" in wrong.error) == (2, True)
+
+
 def test_resume_names_the_remaining_pauses() -> None:
     submit()
     engine("pause", "--org", "acme", "--type", "tool_call")

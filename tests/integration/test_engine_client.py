@@ -193,6 +193,17 @@ def test_dead_letters_are_listed_replayed_and_purged(
     assert all(letter["message_id"] not in ids for letter in client.dlq.list())
 
 
+def test_messages_are_listed_by_filters_and_cursor(client: EngineClient, boss: EngineClient) -> None:
+    ids = [submit(client, goal_id="atlas", payload={"number": n}, delay_s=3600) for n in range(3)]
+    first = client.list(goal_id="atlas", limit=2)
+    rest = client.list(goal_id="atlas", limit=2, cursor=first.cursor)
+    assert [line.message_id for line in [*first.messages, *rest.messages]] == ids[::-1]
+    assert {line.org_id for line in boss.list(text=ids[0]).messages} == {"acme"}
+    assert boss.list(text=ids[0], org_id="umbrella").messages == []
+    with pytest.raises(NotAllowed):
+        client.list(org_id="umbrella")
+
+
 # ---- the commands ----------------------------------------------------------------------------------
 
 
@@ -214,6 +225,9 @@ def test_the_commands_work_through_a_server(command: Any, worker: Engine) -> Non
     held = ("submit", "--type", "tool_call", "--org", "shell", "--payload", "{}", "--delay-s", 3600)
     message_id = command(*held).line["message_id"]
     assert "delay" in command("explain", message_id).line["explanation"]
+    assert [one["message_id"] for one in command("list", "--text", message_id).line["messages"]] == [
+        message_id
+    ]
     assert command("cancel", message_id).code == 0
     assert command("pause", "--org", "shell").code == 0
     assert {"org_id": "shell", "type": ""} in command("status").line["pauses"]

@@ -12,12 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from postroom import Engine
 from postroom.calls.submit import CreatedBy
 from postroom.client import EngineClient, GuardTripped
+from postroom.engine.inspection import SEARCHED_BYTES_MAX
 from postroom.engine.messages import Body, encode_body
 from postroom.message import Envelope
 from postroom.server.access.registry import Identity
 from postroom.server.http.exchange import Refusal
 from postroom.server.http.task_server import DECODED_AT_ONCE_BYTES
-from postroom.server.routes.engine_handlers import SEARCHED_BYTES_MAX, attributed, check_attribution
+from postroom.server.routes.engine_handlers import attributed, check_attribution
 from tests.integration.engineworkers import working
 from tests.integration.harnesses import serving as harness_of
 from tests.integration.servers import Server, serving
@@ -377,12 +378,12 @@ def test_a_search_ends_when_it_has_looked_at_enough_bytes(server: Server) -> Non
     text = "long " * (SEARCHED_BYTES_MAX // 5 // 3)
     for number in range(4):
         submit(server, "spy", payload={"text": text, "number": number}, delay_s=3600)
-    after, pages = 0, list[int]()
+    cursor, pages = "", list[int]()
     while True:
-        page = server.get("spy", f"/engine/messages?text=long&after={after}").json
+        page = server.get("spy", f"/engine/messages?text=long&cursor={cursor}").json
         pages.append(len(page["messages"]))
-        after = page["next_after"]
-        if not after:
+        cursor = page["cursor"]
+        if not cursor:
             break
     assert pages == [3, 1]
 

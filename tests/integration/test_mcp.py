@@ -113,7 +113,9 @@ def test_a_guessed_number_of_the_store_finds_no_task(server: Serving) -> None:
             line = (await call(admin, "search", where="tasks", state="QUEUED", limit=100))["tasks"][-1]
             assert (line["agent"], line["task_id"] != own) == ("@acme:builder", True)
             assert "there is no task" in await refused(builder, "result", id=line["task_id"])
-            assert "an earlier answer" in await refused(builder, "search", where="tasks", cursor=line["seq"])
+            assert "an earlier answer" in await refused(
+                builder, "search", where="tasks", cursor=str(line["seq"])
+            )
             task = (await awaited(builder, "claim", "task"))["task"]
             done = {"task_id": own, "lease": task["lease"], "result": 1}
             assert (await call(builder, "complete", **done))["completed"]

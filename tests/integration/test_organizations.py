@@ -332,10 +332,10 @@ def test_no_number_of_the_store_is_in_what_an_organization_sees(world: World) ->
     for number in range(3):
         world.call(token, "/engine/messages", {"type": "tool_call", "payload": {"tool": str(number)}})
     first = world.call(token, "/engine/messages?limit=2")[1]
-    rest = world.call(token, f"/engine/messages?after={first['next_after']}")[1]["messages"]
+    rest = world.call(token, f"/engine/messages?cursor={first['cursor']}")[1]["messages"]
     found_messages = [*first["messages"], *rest]
     assert len({message["message_id"] for message in found_messages}) == len(found_messages) >= 3
-    assert all(message["seq"] >= COVERED for message in found_messages)
+    assert int(first["cursor"]) >= COVERED
     events = world.call(token, f"/engine/messages/{found_messages[0]['message_id']}")[1]["history"]
     assert events
     assert all(event["seq"] >= COVERED for event in events)
@@ -370,9 +370,9 @@ def test_a_guessed_number_of_the_store_is_answered_like_an_unknown_one(world: Wo
         ):
             status, answer = world.call(token, path, body)
             assert (path, status, answer["message"]) == (path, 404, message)
-    for path in (f"/tasks?after={number}", f"/engine/messages?after={number}", f"/events?after={number}"):
+    for path in (f"/tasks?after={number}", f"/engine/messages?cursor={number}", f"/events?after={number}"):
         status, answer = world.call(token, path)
-        assert (status, "must be a number of an earlier answer" in answer["message"]) == (400, True)
+        assert (status, "of an earlier answer" in answer["message"]) == (400, True)
     refused = world.call(token, f"/tasks?agent={guess}")
     assert (refused[0], own in str(refused)) == (403, False)
     failed = {**held, "lease": 5, "error": guess}
@@ -471,11 +471,11 @@ def test_no_number_on_the_page_of_an_organization_grows_with_the_others(world: W
         ("/page/agents/pia/tasks", "task", tasks),
     ):
         page = world.call(agent, f"{path}?limit=4")[1]
-        rest = world.call(agent, f"{path}?before={page['before']}")[1]
+        rest = world.call(agent, f"{path}?cursor={page['cursor']}")[1]
         found = [line[f"{name}_id"] for line in [*page[f"{name}s"], *rest[f"{name}s"]]]
         assert found == wanted[::-1]
-        status, answer = world.call(agent, f"{path}?before={stored}")
-        assert (status, "'before' must be the cursor" in answer["message"]) == (400, True)
+        status, answer = world.call(agent, f"{path}?cursor={stored}")
+        assert (status, "'cursor' must be the cursor" in answer["message"]) == (400, True)
 
     place = world.stream(agent, "", submit_one)[-1]["id"]
     submit(world.other, 1)

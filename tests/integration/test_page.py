@@ -365,8 +365,8 @@ def test_a_new_message_does_not_undo_a_click_on_older_messages(world: PageWorld,
         def hold(route: Route) -> None:
             held.append(route)
 
-        page.route(re.compile(r"/page/messages\?.*before="), hold)
-        with page.expect_request(re.compile("before=")):
+        page.route(re.compile(r"/page/messages\?.*cursor=[0-9]"), hold)
+        with page.expect_request(re.compile("cursor=[0-9]")):
             page.get_by_role("button", name="Older messages").click()
         newest = world.submit(org_id="clicked")
         expect(page.locator("html")).to_have_attribute("data-news", re.compile(newest))

@@ -18,7 +18,7 @@ from postroom.message import Event
 from postroom.page import messages
 from postroom.page.letters import patterns, preview
 from postroom.page.live import Batch, happenings_of
-from postroom.page.messages import MessagesViewQuery, WalkLimits, lines, tree
+from postroom.page.messages import tree
 from postroom.page.reports import REPORT_BYTES_MAX, Files, content_of, files_in, is_stale
 from postroom.server.http.exchange import Refusal
 from postroom.stores.base import ByIds
@@ -85,63 +85,9 @@ def wait(coroutine: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(coroutine)
 
 
-def listed(
-    engine: Engine, org_id: str | None = None, limits: WalkLimits = messages.WALK, **query: Any
-) -> messages.MessageRows:
-    wanted = MessagesViewQuery(**query)
-    return engine.store.read(
-        lambda transaction: lines(Operations(transaction, engine.policy), wanted, org_id, limits)
-    )
-
-
 def submitted(engine: Engine, count: int, org_id: str = "a", **fields: Any) -> list[str]:
     message: Any = {"type": "tool_call", "org_id": org_id, "payload": {}, **fields}
     return [handle.message_id for handle in wait(engine.submit_many([message] * count))]
-
-
-def test_a_list_is_read_by_cursor_from_the_newest_on(engine: Engine) -> None:
-    ids = submitted(engine, 7)
-    submitted(engine, 3, "b")
-    first = listed(engine, "a", limit=3)
-    second = listed(engine, "a", limit=3, before=first.before)
-    third = listed(engine, "a", limit=3, before=second.before)
-    found = [line.message_id for page in (first, second, third) for line in page.messages]
-    assert found == ids[::-1]
-    assert third.before == 0
-    assert len(listed(engine).messages) == 10
-
-
-def test_a_search_stops_at_its_bound_and_goes_on_from_there(engine: Engine) -> None:
-    few = WalkLimits(looked_max=4)
-    [wanted] = submitted(engine, 1, payload={"name": "Needle"})
-    submitted(engine, 9)
-    page, calls = listed(engine, limits=few, text="needle"), 1
-    while not page.messages and page.before:
-        page, calls = listed(engine, limits=few, text="needle", before=page.before), calls + 1
-    assert [line.message_id for line in page.messages] == [wanted]
-    assert calls == 3
-
-
-def test_few_messages_of_an_organization_are_found_among_many(engine: Engine) -> None:
-    """One call walks back a bounded number of records, also when none of them fits."""
-    few = WalkLimits(numbers_a_read=10, reads_max=2)
-    [rare] = submitted(engine, 1, "b")
-    submitted(engine, 30)
-    page = listed(engine, "b", few)
-    assert page.messages == []
-    assert page.before > 0
-    while page.before and not page.messages:
-        page = listed(engine, "b", few, before=page.before)
-    assert [line.message_id for line in page.messages] == [rare]
-
-
-def test_no_record_is_looked_at_when_the_counters_say_that_none_fits(engine: Engine) -> None:
-    few = WalkLimits(numbers_a_read=10, reads_max=2)
-    submitted(engine, 30)
-    assert listed(engine, limits=few, state="QUEUED").messages
-    ended = listed(engine, limits=few, state="COMPLETED")
-    assert ended == messages.MessageRows([], 0)  # a walk would stop with a cursor
-    assert listed(engine, "nobody", few) == messages.MessageRows([], 0)
 
 
 def test_dead_letter_search_stops_at_its_bound_and_continues(engine: Engine) -> None:

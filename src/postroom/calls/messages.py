@@ -1,7 +1,7 @@
 """The verbs of messages: submit, read, cancel, dead letters, and the state of the queue."""
 
 from datetime import datetime
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -15,11 +15,11 @@ from postroom.calls.fields import (
     PAGE_DEFAULT,
     TOKENS_MAX,
     WAIT_S_MAX,
+    Cursor,
     Delay,
     Id,
     Key,
     Name,
-    Number,
     Page,
     Priority,
     Retries,
@@ -151,36 +151,61 @@ class Request(Submit, frozen=True, kw_only=True):
 class MessageLine(msgspec.Struct, frozen=True):
     """A message in a list."""
 
-    seq: int
     message_id: str
+    org_id: str
     state: str
     type: str
+    goal_id: str
     agent_id: str
+    priority: int
     attempt: int
     created_at: datetime
+    error_type: str
+    """That of the last error."""
 
 
-class FoundAnswer(msgspec.Struct, frozen=True):
-    """A page of messages. The next page begins after `next_after`, which is 0 at the end."""
+class MessageList(msgspec.Struct, frozen=True):
+    """A page of messages. It may be short, or empty: a call looks at a bounded number of messages."""
 
     messages: list[MessageLine]
-    next_after: int
+    cursor: str = ""
+    """Where the next page begins; empty at the end."""
+    reached: datetime | None = None
+    """When the last message was accepted that was looked at; None at the end."""
+
+
+class ListFields(TypedDict, total=False):
+    """The keywords of `Engine.list`, as in `FindMessages`. None means any."""
+
+    org_id: str | None
+    state: State | None
+    type: str
+    goal_id: str
+    agent_id: str
+    since: datetime | str | None
+    text: str
+    cursor: str
+    limit: int
 
 
 class FindMessages(Verb, frozen=True, kw_only=True):
-    """Messages of an organization in the order of acceptance.
+    """Messages of an organization or of all, the newest first.
 
-    An operator names the organization. `text` is searched in the message.
+    `text` is an id, or searched in the message and its error. `cursor` is that of the previous page.
     """
 
     org_id: Name | UnsetType = UNSET  # not None: a query has no null
     state: State | UnsetType = UNSET
     type: Text = ""
+    goal_id: Text = ""
+    agent_id: Text = ""
+    since: str | UnsetType = UNSET
+    """Only messages that were accepted since this time."""
     text: Text = ""
-    after: Number = 0
+    cursor: Cursor = ""
     limit: Page = PAGE_DEFAULT
 
-    route: ClassVar[Route] = get("/engine/messages", "message.list", FoundAnswer)
+    route: ClassVar[Route] = get("/engine/messages", "message.list", MessageList, engine="list")
 
 
 class _OfMessage(Verb, frozen=True, kw_only=True):

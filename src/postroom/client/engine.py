@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from postroom.calls import agents, goals, messages
 from postroom.calls.agents import RegisteredAnswer
-from postroom.calls.messages import MessagesAnswer, Replayed, Submit
+from postroom.calls.messages import ListFields, MessageList, MessagesAnswer, Replayed, Submit
 from postroom.calls.submit import ChildFields, MessageOptions
 from postroom.client import arguments
 from postroom.client.calls import HttpClient, deadline_after
@@ -120,7 +120,7 @@ class EngineClient(HttpClient):
         [message_id] = self.submit_many([{"type": type, "payload": payload, **fields}])
         return message_id
 
-    def submit_many(self, messages: Iterable[Mapping[str, Any]]) -> list[str]:
+    def submit_many(self, messages: Iterable[Mapping[str, Any]]) -> Ids:
         """Store several messages in one commit: all or none."""
         named = [{"message_id": str(uuid.uuid4()), **message} for message in messages]
         if not named:
@@ -133,6 +133,11 @@ class EngineClient(HttpClient):
         wait_s = arguments.seconds("wait_s", wait_s)
         verb = messages.ShowMessage(message_id=message_id, wait_s=round(min(wait_s, WAIT_S_MAX), 3))
         return self.converted(self.call(verb, timeout_s=self.timeout_s + wait_s), MessageView)
+
+    def list(self, **fields: Unpack[ListFields]) -> MessageList:
+        """Messages, the newest first, as `Engine.list`; with an agent's token, of its organization."""
+        given = {name: value for name, value in _texts(fields).items() if value is not None}
+        return self.converted(self.call(messages.FindMessages(**given)), MessageList)
 
     def result(self, message_id: str, timeout_s: float | None = None) -> Any:
         """Wait for the result of a message.
@@ -186,7 +191,7 @@ class EngineClient(HttpClient):
         """The agent that the token names: its requests, its inbox, and what it resumes."""
         return RemoteAgent(self)
 
-    def agents(self, org_id: str | None = None) -> list[dict[str, Any]]:
+    def agents(self, org_id: str | None = None) -> Rows:
         """Registered agents: health, and what waits for what; with an agent's token, of its organization."""
         return list(self.call(agents.ListAgents(org_id=UNSET if org_id is None else org_id))["agents"])
 

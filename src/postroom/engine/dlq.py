@@ -319,7 +319,7 @@ def search(
     """
     found: list[DeadLetter] = []
     looked, payloads = 0, None if read_value is None else _Payloads(read_value)
-    since_us, until_us = _us(wanted.since), _us(wanted.until)
+    since_us, until_us = moment_us(wanted.since), moment_us(wanted.until)
     after = place or (0 if wanted.after is None else operations.loaded(wanted.after).record.seq)
     while records := operations.dead_letters(wanted.org_id, after, LOOKED_A_READ):
         for record in records:
@@ -356,7 +356,8 @@ def _fits(wanted: Filters, stored: Stored) -> bool:
     )
 
 
-def _us(moment: datetime | str | None) -> int:
+def moment_us(moment: datetime | str | None) -> int:
+    """A time as microseconds since the epoch; 0 for None."""
     if moment is None:
         return 0
     value = parse_utc(moment) if isinstance(moment, str) else moment

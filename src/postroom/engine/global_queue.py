@@ -9,8 +9,9 @@ Rule 1: this class knows messages and their handlers. `goals.engine` adds goals 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Self, TypeVar, Unpack
+from typing import Any, Final, Self, TypeAlias, TypeVar, Unpack
 
+from postroom.calls.messages import ListFields, MessageList
 from postroom.calls.submit import SubmitFields
 from postroom.contracts.tasks.task_input import checked_text
 from postroom.core.lifecycle.retry import Retry
@@ -44,6 +45,9 @@ from postroom.errors import InvalidMessage, InvalidSetting, shown
 from postroom.stores.store import Store
 from postroom.system.handles import Closing
 
+Handles: TypeAlias = list[Handle]
+BlockingHandles: TypeAlias = list[BlockingHandle]
+Agents: TypeAlias = list[AgentInfo]
 F = TypeVar("F", bound=Callable[..., Any])
 
 on_work: Final[list[Callable[["GlobalQueue"], None]]] = []
@@ -175,7 +179,7 @@ class GlobalQueue(Closing):
         [handle] = await self.submit_many([fields])
         return handle
 
-    async def submit_many(self, messages: Iterable[SubmitFields]) -> list[Handle]:
+    async def submit_many(self, messages: Iterable[SubmitFields]) -> Handles:
         """As `submit`, for each of the keyword sets, in one commit: all or none."""
         submitted = await self._core.submits.submit(messages)
         return [Handle(self._core, one.message_id, duplicate=one.duplicate) for one in submitted]
@@ -235,6 +239,19 @@ class GlobalQueue(Closing):
         """Everything about a message. Raises `UnknownTask`."""
         return await self._commits.read(lambda operations: inspection.info_of(operations, message_id))
 
+    async def list(self, **fields: Unpack[ListFields]) -> MessageList:
+        """Messages, the newest first: org_id, state, type, goal_id, agent_id, since, text, cursor, limit.
+
+        `text` is an id, or is searched in a message and its error. A call looks at a bounded number of
+        messages, so a page may be short: the list ends with an empty cursor.
+        """
+        query = inspection.checked_query(fields)
+        org_id, before = query.org_id or None, int(query.cursor or 0)
+        text = query.text.strip()
+        return await self._commits.read(
+            lambda operations: inspection.list_messages(operations, query, org_id, before, text)
+        )
+
     async def explain(self, message_id: str) -> str:
         """Which rule holds a message, and what would release it, in one paragraph."""
         return await self._commits.read(
@@ -245,7 +262,7 @@ class GlobalQueue(Closing):
         """Depths, stages, workers, breakers and pauses."""
         return await self._commits.read(lambda operations: inspection.status_of(operations, self.policy))
 
-    async def agents(self, org_id: str | None = None) -> list[AgentInfo]:
+    async def agents(self, org_id: str | None = None) -> Agents:
         """The registered agents of an organization, or of all: health, open requests, unhandled messages."""
         return await self._commits.read(
             lambda operations: AgentOperations(operations.transaction, self.policy).list(org_id)
@@ -334,6 +351,7 @@ class Blocking(BlockingPart[GlobalQueue]):
     agents = waits(GlobalQueue.agents)
     stop = waits(GlobalQueue.stop)
     get = waits(GlobalQueue.get)
+    list = waits(GlobalQueue.list)
     explain = waits(GlobalQueue.explain)
     status = waits(GlobalQueue.status)
     put_back = waits(GlobalQueue.put_back)
@@ -345,7 +363,7 @@ class Blocking(BlockingPart[GlobalQueue]):
         """As `Engine.submit`."""
         return BlockingHandle(self.wait(self.of.submit(**fields)), self.wait)
 
-    def submit_many(self, messages: Iterable[SubmitFields]) -> list[BlockingHandle]:
+    def submit_many(self, messages: Iterable[SubmitFields]) -> BlockingHandles:
         """As `Engine.submit_many`."""
         return [BlockingHandle(handle, self.wait) for handle in self.wait(self.of.submit_many(messages))]
 

@@ -1,28 +1,48 @@
-"""The status of one message, and of the engine with all its organizations."""
+"""The status of one message, lists of messages, and the engine with all its organizations.
+
+Rule 1: a list reads a bounded number of records, however many are stored. One that has not reached the end
+        returns a cursor.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+from msgspec import UNSET
 from msgspec.structs import replace
 
+from postroom.calls.messages import FindMessages, MessageLine, MessageList
 from postroom.calls.submit import AttemptError
-from postroom.core.formats.jsoninput import ReadValue, decoded_value
+from postroom.core.formats.jsoninput import ReadValue, decoded_value, raw_value
 from postroom.core.health.health import NO_PARTS, HealthFacts, Verdict, judge
 from postroom.core.lifecycle import backpressure, breaker, lifecycle, poison
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
-from postroom.engine.dlq import original_message
-from postroom.engine.messages import error_history
+from postroom.engine.dlq import moment_us, original_message
+from postroom.engine.messages import body_of, error_history
 from postroom.engine.rules.admission import ALL
 from postroom.engine.rules.cells import CIRCUITS, PAUSES, PRESSURES, SEPARATOR, Pressure, WorkerInfo
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.policy import Policy
-from postroom.message import ENGINE_PREFIX, Event, org_of
-from postroom.stores.base import LANE_COUNTS, LANES, Counted, by_state, ready
+from postroom.errors import InvalidMessage, clipped
+from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored, org_of
+from postroom.stores.base import LANE_COUNTS, LANES, Counted, Listing, by_state, ready
 from postroom.stores.transaction import Transaction
+
+SEARCHED_BYTES_MAX: Final = 8 * 1024 * 1024  # of messages that one list reads, and one more message
+
+
+class WalkLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one list walks back. Users do not set it."""
+
+    looked_max: int = 500  # messages that one list decodes
+    numbers_a_read: int = 100_000  # that one look at the records walks back; records have every fourth
+    reads_max: int = 10
+
+
+WALK: Final = WalkLimits()
 
 
 class MessageInfo(msgspec.Struct, frozen=True):
@@ -258,3 +278,153 @@ def _breaker(circuits: Mapping[str, breaker.Circuit], now_ns: int) -> BreakerSta
 def _shown(circuit: breaker.Circuit, now_ns: int) -> breaker.BreakerState:
     """An open breaker whose cooldown is over lets a probe through."""
     return "half_open" if circuit.state == "open" and now_ns >= circuit.open_until else circuit.state
+
+
+# ---- lists -----------------------------------------------------------------------------------------
+
+
+def checked_query(fields: Mapping[str, Any]) -> FindMessages:
+    """The keywords of `Engine.list`, checked."""
+    given = {
+        name: value.isoformat() if isinstance(value, datetime) else value
+        for name, value in fields.items()
+        if value is not None
+    }
+    try:
+        return msgspec.convert(given, FindMessages)
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        raise InvalidMessage(f"a filter of messages does not fit: {clipped(error)}") from None
+
+
+def list_messages(
+    operations: Operations,
+    query: FindMessages,
+    org_id: str | None,
+    before: int,
+    message_id: str,
+    limits: WalkLimits = WALK,
+) -> MessageList:
+    """The newest messages that fit a query, below the number `before` unless it is 0.
+
+    `message_id` is the id in the store that the text of the query may mean.
+    """
+    search = _Search(operations, query, org_id)
+    page = limits.looked_max if search.has_filters else query.limit
+    known = None if before else search.by_id(message_id)
+    if known is not None:
+        return MessageList([known])
+    found: list[MessageLine] = []
+    last: Record | None = None
+    newest = newest_first(operations.transaction, search.queue, search.state, before, page, limits)
+    for looked, record in enumerate((one for one in newest if isinstance(one, int) or org_of(one.queue)), 1):
+        if isinstance(record, int):  # the numbers that one call may walk are used up
+            return MessageList(found, str(record), None if last is None else accepted_at(last))
+        if record.created_us < search.since_us:
+            break
+        last = record
+        line = search.line(record.message_id)
+        found += [] if line is None else [line]
+        if len(found) == query.limit or looked == limits.looked_max or search.size >= SEARCHED_BYTES_MAX:
+            return MessageList(found, str(record.seq), accepted_at(record))
+    return MessageList(found)
+
+
+class _Search:
+    """Compares messages with a query, and counts the bytes that it reads for that."""
+
+    def __init__(self, operations: Operations, query: FindMessages, org_id: str | None) -> None:
+        self._operations = operations
+        self._query = query
+        self._text = query.text.strip().casefold()
+        self.queue = None if org_id is None else ENGINE_PREFIX + org_id
+        self.state = None if query.state is UNSET else query.state
+        self.since_us = 0 if query.since is UNSET else moment_us(query.since)
+        self.has_filters = bool(self._text or query.type or query.goal_id or query.agent_id)
+        self.size = 0
+
+    def by_id(self, message_id: str) -> MessageLine | None:
+        """The message of an id, if it fits everything but the text."""
+        is_id = message_id.isascii() and message_id.isprintable()
+        record = self._operations.transaction.records.get(message_id) if is_id else None
+        if (
+            record is None
+            or not org_of(record.queue)
+            or self.queue not in (None, record.queue)
+            or self.state not in (None, record.state)
+            or record.created_us < self.since_us
+        ):
+            return None
+        line = _line(self._operations.loaded(message_id))
+        return line if self._has_fields(line) else None
+
+    def line(self, message_id: str) -> MessageLine | None:
+        """A message of the list, if it fits."""
+        stored = self._operations.loaded(message_id)
+        line = _line(stored)
+        if not self._has_fields(line):
+            return None
+        if any(self._text in name.casefold() for name in (line.message_id, line.error_type)):
+            return line  # without reading the message
+        message = original_message(self._operations, stored, raw_value) or {}
+        content = msgspec.json.encode(message)  # its payload is not decoded
+        self.size += len(content)
+        return line if self._text in content.decode().casefold() else None
+
+    def _has_fields(self, line: MessageLine) -> bool:
+        query = self._query
+        return (
+            query.type in ("", line.type)
+            and query.goal_id in ("", line.goal_id)
+            and query.agent_id in ("", line.agent_id)
+        )
+
+
+def newest_first(
+    transaction: Transaction,
+    queue: str | None,
+    state: State | None,
+    before: int,
+    page: int,
+    limits: WalkLimits = WALK,
+) -> Iterator[Record | int]:
+    """Records below the number `before`, the newest first. Ends with the number to go on from, if any.
+
+    `before` 0 begins with the newest. `page` is how many records one read of the store gives.
+    """
+    before = before or transaction.events.newest() + 1
+    counts = by_state(transaction.lanes.total() if queue is None else transaction.lanes.depth(queue))
+    if not any(n for what, n in counts.items() if what != "LAPSES" and state in (None, what)):
+        return  # by the counters: no record is looked at
+    for _ in range(limits.reads_max):
+        lowest = max(0, before - limits.numbers_a_read)
+        while found := transaction.records.find(Listing(queue, state, lowest - 1, page, before)):
+            yield from found
+            before = found[-1].seq
+            if len(found) < page:
+                break
+        if not lowest:
+            return
+        before = lowest
+    yield before
+
+
+def _line(stored: Stored) -> MessageLine:
+    record, body = stored.record, body_of(stored.envelope.payload)
+    errors = [event.error_type for event in stored.history if event.error_type]
+    return MessageLine(
+        message_id=record.message_id,
+        org_id=org_of(record.queue),
+        state=record.state,
+        type=stored.envelope.type,
+        goal_id="" if body is None else body.goal_id,
+        agent_id="" if body is None else body.agent_id,
+        priority=record.lane,
+        attempt=record.attempt,
+        created_at=accepted_at(record),
+        error_type=errors[-1] if errors else "",
+    )
+
+
+def accepted_at(record: Record) -> datetime:
+    """When a message was accepted."""
+    return EPOCH + record.created_us * MICROSECOND

@@ -502,31 +502,37 @@ async def explain(backend: Backend, given: ExplainArguments) -> dict[str, Any]:
 
 
 class SearchArguments(Arguments, frozen=True, kw_only=True):
-    """Find messages of the global queue, or tasks, by state, type or words. Use result to see one."""
+    """Find messages of the global queue, the newest first, or tasks, by state, type or words.
 
-    text: Annotated[str, Meta(description="Words that the message contains. Not for tasks.")] = ""
+    Use result to see one.
+    """
+
+    text: Annotated[str, Meta(description="Words that the message contains, or its id. Not for tasks.")] = ""
     type: Annotated[str, Meta(description="Only this message type. Not for tasks.")] = ""
     state: Annotated[str, Meta(description="Only this state, such as QUEUED or DEAD_LETTER.")] = ""
+    goal_id: OnlyGoal = ""
+    agent_id: OnlyAgent = ""
+    since: Annotated[str, Meta(description="Only messages accepted since this time (RFC 3339).")] = ""
     where: Annotated[
         Literal["messages", "tasks"],
         Meta(description="Messages of the global queue, or tasks of agents."),
     ] = "messages"
-    cursor: Annotated[int, Meta(ge=0, description="The cursor of the last answer.")] = 0
+    cursor: Annotated[str, Meta(pattern="^[0-9]{0,19}$", description="The cursor of the last answer.")] = ""
     limit: Limit = 20
 
 
 async def search(backend: Backend, given: SearchArguments) -> dict[str, Any]:
-    query: dict[str, Any] = {"after": given.cursor, "limit": given.limit}
-    query |= {"state": given.state} if given.state else {}
+    state: dict[str, Any] = {"state": given.state} if given.state else {}
     if given.where == "tasks":
-        lines = (await backend.ask(tasks.FindTasks(**query)))["tasks"]
-        cursor = lines[-1]["seq"] if len(lines) == given.limit else 0
+        asked = tasks.FindTasks(after=int(given.cursor or 0), limit=given.limit, **state)
+        lines = (await backend.ask(asked))["tasks"]
+        cursor = str(lines[-1]["seq"]) if len(lines) == given.limit else ""
         return labelled({"tasks": lines, "cursor": cursor})
-    query |= {name: value for name in ("text", "type") if (value := getattr(given, name))}
-    query |= {"org_id": backend.org} if backend.is_operator else {}
-    answer = await backend.ask(messages.FindMessages(**query))
-    found: dict[str, Any] = {"messages": answer["messages"], "cursor": answer["next_after"]}
-    more = {"next": "there may be more: call search with this cursor"} if answer["next_after"] else {}
+    query = {name: value for name, value in _filled(given).items() if name not in ("where", "state")}
+    own = {"org_id": backend.org} if backend.is_operator else {}
+    answer = await backend.ask(messages.FindMessages(**query | {"limit": given.limit} | state | own))
+    found: dict[str, Any] = {name: answer[name] for name in ("messages", "cursor")}
+    more = {"next": "there may be more: call search with this cursor"} if answer["cursor"] else {}
     return labelled(found | more)
 
 

@@ -1,47 +1,38 @@
-"""The messages view: the newest messages, one message with its life and its children, and what can be done.
+"""The messages view: a list of messages, one message with its life and its children, and what can be done."""
 
-Rule 1: one call reads a bounded number of records, however many are stored. A search that has not reached the
-        end returns a cursor.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta
 
-from postroom.calls.fields import Name, Number, Text
+from postroom.calls.messages import FindMessages, MessageLine, MessageList
 from postroom.contracts.tasks.task_operations import TaskOperations
 from postroom.core.formats.jsoninput import raw_value
 from postroom.core.gate import of_organization, permit, visible_org
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.names import unscoped, unscoped_text
-from postroom.core.times import EPOCH, MICROSECOND
 from postroom.engine.explanation import explain
-from postroom.engine.inspection import MessageInfo, info_of
-from postroom.engine.messages import body_of, checked_message_id
+from postroom.engine.inspection import MessageInfo, accepted_at, info_of
+from postroom.engine.messages import checked_message_id
 from postroom.engine.rules.operations import Operations
-from postroom.errors import InvalidMessage, UnknownTask
+from postroom.errors import UnknownTask
 from postroom.goals.goal_cells import STATES
-from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored, org_of
+from postroom.message import Event, Stored, org_of
 from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text, shown_texts
 from postroom.server.access.registry import Identity
-from postroom.server.access.task_names import stored_id
 from postroom.server.http.exchange import HttpReply, HttpRequest
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.engine_handlers import (
-    SEARCHED_BYTES_MAX,
     cancel_allowed,
+    listed,
     operated_org,
-    searchable,
     shown_info,
     visible,
 )
-from postroom.stores.base import Listing, by_state
-from postroom.stores.own_ids import OwnIds
-from postroom.stores.transaction import Transaction
+from postroom.stores.base import Listing
 
 T = TypeVar("T")
 
@@ -52,17 +43,6 @@ CHILDREN_LOOKED_MAX: Final = 500  # messages that one message's children are loo
 TREE_NODES_MAX: Final = 200
 TREE_LOOKED_MAX: Final = 2_000
 PARENTS_MAX: Final = 50
-
-
-class WalkLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one call walks back. Users do not set it."""
-
-    looked_max: int = 500  # messages that one search decodes
-    numbers_a_read: int = 100_000  # that one look at the records walks back; records have every fourth
-    reads_max: int = 10
-
-
-WALK: Final = WalkLimits()
 FREE_FIELDS: Final = ("context", "metadata", "resource_limits", "extra")
 """Fields that a sender may fill with anything."""
 PLAIN_FIELDS: Final = (
@@ -75,38 +55,10 @@ REPLAYABLE: Final = ("DEAD_LETTER", "QUARANTINED", "CANCELLED", "EXPIRED")
 _encode = msgspec.json.Encoder().encode
 
 
-class MessagesViewQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`GET /page/messages`: the newest first. `before` is the cursor of the previous page."""
+class MessagesViewQuery(FindMessages, frozen=True, kw_only=True):
+    """`GET /page/messages`: a page of `GET /engine/messages`."""
 
-    org_id: Name | UnsetType = UNSET
-    state: State | UnsetType = UNSET
-    type: Text = ""
-    text: Text = ""
-    before: Number = 0
     limit: PageSize = LINES_DEFAULT
-
-
-class MessageRow(msgspec.Struct, frozen=True):
-    """A message in the list."""
-
-    message_id: str
-    org_id: str
-    state: str
-    type: str
-    agent_id: str
-    priority: int
-    attempt: int
-    created_at: datetime
-    error_type: str
-
-
-class MessageRows(msgspec.Struct, frozen=True):
-    """A page of the list. `before` is the cursor of the next page; 0 at the end."""
-
-    messages: list[MessageRow]
-    before: int
-    reached: datetime | None = None
-    """The time up to which the list was searched; None at its end."""
 
 
 class TreeNode(msgspec.Struct, frozen=True):
@@ -126,137 +78,27 @@ class TreeNode(msgspec.Struct, frozen=True):
 async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
     query: MessagesViewQuery = request.call
     scope = visible_org(request.identity)
-    org_id = scope if scope is not None else (None if query.org_id is UNSET else query.org_id)
-    if org_id == "" or (scope is not None and query.org_id not in (UNSET, scope)):
-        return HttpReply(200, _encode(MessageRows([], 0)))
-    query = msgspec.structs.replace(query, before=place_of(server.ids, query.before))
-    found = await read(server, request, partial(lines, query=query, org_id=org_id))
+    if scope is not None and (not scope or query.org_id not in (UNSET, scope)):
+        return HttpReply(200, _encode(MessageList([])))
+    found = await listed(server, request, scope or query.org_id or None)
 
-    def shown() -> MessageRows:
+    def shown() -> MessageList:
         return msgspec.structs.replace(
-            found,
-            messages=[_shown_line(request, line) for line in found.messages],
-            before=shown_place(server.ids, found.before),
+            found, messages=[_shown_line(request, line) for line in found.messages]
         )
 
     return await shown_by(server, request, shown)
 
 
-def _shown_line(request: HttpRequest, line: MessageRow) -> MessageRow:
+def _shown_line(request: HttpRequest, line: MessageLine) -> MessageLine:
     return msgspec.structs.replace(
         line,
         message_id=unscoped(request.identity.org, line.message_id),
         type=shown_name(request, line.type),
+        goal_id=shown_name(request, line.goal_id),
         agent_id=shown_name(request, line.agent_id),
         error_type=shown_name(request, line.error_type),
     )
-
-
-def lines(
-    operations: Operations, query: MessagesViewQuery, org_id: str | None, limits: WalkLimits = WALK
-) -> MessageRows:
-    """The newest messages that fit a query."""
-    by_id = _by_id(operations, query.text, org_id)
-    if by_id is not None and not query.before:
-        return MessageRows([by_id], 0)
-    found: list[MessageRow] = []
-    last, searched, wanted = None, 0, query.text.strip().casefold()
-    queue = None if org_id is None else ENGINE_PREFIX + org_id
-    state = None if query.state is UNSET else query.state
-    size = limits.looked_max if query.text or query.type else query.limit
-    newest = newest_first(operations.transaction, queue, state, query.before, size, limits)
-    of_organizations = (one for one in newest if isinstance(one, int) or org_of(one.queue))
-    for looked, record in enumerate(of_organizations, 1):
-        if isinstance(record, int):  # the numbers that one call may walk are used up
-            return MessageRows(found, record, None if last is None else accepted_at(last))
-        last = record
-        stored = operations.loaded(record.message_id)
-        line = _line(stored)
-        if query.type in ("", stored.envelope.type):
-            if not wanted or wanted in line.message_id.casefold() or wanted in line.error_type.casefold():
-                found.append(line)  # without reading the message
-            else:
-                content = searchable(operations, stored).decode().casefold()
-                searched += len(content)
-                found += [line] if wanted in content else []
-        if len(found) == query.limit or looked == limits.looked_max or searched >= SEARCHED_BYTES_MAX:
-            return MessageRows(found, record.seq, accepted_at(record))
-    return MessageRows(found, 0)
-
-
-def newest_first(
-    transaction: Transaction,
-    queue: str | None,
-    state: State | None,
-    before: int,
-    page: int,
-    limits: WalkLimits = WALK,
-) -> "Iterator[Record | int]":
-    """Records below the number `before`, the newest first. Ends with the number to go on from, if any.
-
-    `before` 0 begins with the newest. `page` is how many records one read of the store gives.
-    """
-    before = before or transaction.events.newest() + 1
-    counts = by_state(transaction.lanes.total() if queue is None else transaction.lanes.depth(queue))
-    if not any(n for what, n in counts.items() if what != "LAPSES" and state in (None, what)):
-        return  # by the counters: no record is looked at
-    for _ in range(limits.reads_max):
-        lowest = max(0, before - limits.numbers_a_read)
-        while found := transaction.records.find(Listing(queue, state, lowest - 1, page, before)):
-            yield from found
-            before = found[-1].seq
-            if len(found) < page:
-                break
-        if not lowest:
-            return
-        before = lowest
-    yield before
-
-
-def place_of(ids: OwnIds, shown: int) -> int:
-    """The number of a record that a list goes on from, by the cursor of the page before."""
-    number = ids.place(shown)
-    if number is None:
-        raise InvalidMessage("'before' must be the cursor of an earlier answer: load the list again")
-    return number
-
-
-def shown_place(ids: OwnIds, number: int) -> int:
-    """A cursor as pages get it: covered, because numbers count the records of all organizations."""
-    return ids.cover(number) if number else 0
-
-
-def _by_id(operations: Operations, text: str, org_id: str | None) -> MessageRow | None:
-    """The message whose id was searched for."""
-    try:
-        transaction = operations.transaction
-        message_id = stored_id(transaction, org_id or "", checked_message_id(text.strip()))
-        record = transaction.records.get(message_id)
-        if record is None or org_id not in (None, org_of(record.queue)):
-            return None
-        return _line(operations.loaded(record.message_id))
-    except (UnknownTask, ValueError):
-        return None
-
-
-def _line(stored: Stored) -> MessageRow:
-    record, body = stored.record, body_of(stored.envelope.payload)
-    errors = [event.error_type for event in stored.history if event.error_type]
-    return MessageRow(
-        message_id=record.message_id,
-        org_id=org_of(record.queue),
-        state=record.state,
-        type=stored.envelope.type,
-        agent_id="" if body is None else body.agent_id,
-        priority=record.lane,
-        attempt=record.attempt,
-        created_at=accepted_at(record),
-        error_type=errors[-1] if errors else "",
-    )
-
-
-def accepted_at(record: Record) -> datetime:
-    return EPOCH + record.created_us * MICROSECOND
 
 
 # ---- one message -----------------------------------------------------------------------------------

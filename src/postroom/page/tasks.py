@@ -15,31 +15,27 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from postroom.calls.fields import Number, Text
+from postroom.calls.fields import Cursor, Text
 from postroom.contracts.tasks.task_views import TaskInfo
 from postroom.core.gate import permit, visible_org
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.names import unscoped
 from postroom.engine.agents.agent_operations import AgentInfo, AgentOperations
+from postroom.engine.inspection import SEARCHED_BYTES_MAX, accepted_at, newest_first
 from postroom.message import Event, Record, State, Stored
 from postroom.page.messages import (
     LINES_DEFAULT,
     PageSize,
-    accepted_at,
-    newest_first,
-    place_of,
     read,
     shown_error,
     shown_event,
-    shown_place,
 )
 from postroom.page.redaction import shown_by, shown_json, shown_name, shown_text, shown_texts
-from postroom.server.access.task_names import readable_queues, shown_id, shown_task
+from postroom.server.access.task_names import cursor_of, place_of, readable_queues, shown_id, shown_task
 from postroom.server.http.exchange import HttpReply, HttpRequest
 from postroom.server.http.task_server import TaskServer
 from postroom.server.nats.mail_status import read_status
 from postroom.server.routes.agent_handlers import shown_to
-from postroom.server.routes.engine_handlers import SEARCHED_BYTES_MAX
 from postroom.server.routes.task_handlers import read_queue, readable_task
 from postroom.stores.base import by_state, ready
 from postroom.stores.own_ids import OwnIds
@@ -68,10 +64,10 @@ class TaskQueuesQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class TasksQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`GET /page/agents/{agent}/tasks`: the newest first. `before` is the cursor of the previous page."""
+    """`GET /page/agents/{agent}/tasks`: the newest first. `cursor` is that of the previous page."""
 
     state: State | UnsetType = UNSET
-    before: Number = 0
+    cursor: Cursor = ""
     limit: PageSize = LINES_DEFAULT
 
 
@@ -104,10 +100,11 @@ class TaskRow(msgspec.Struct, frozen=True):
 
 
 class TaskRows(msgspec.Struct, frozen=True):
-    """A page of the list. `before` is the cursor of the next page; 0 at the end."""
+    """A page of the list."""
 
     tasks: list[TaskRow]
-    before: int
+    cursor: str
+    """Where the next page begins; empty at the end."""
     reached: datetime | None = None
     """The time up to which the list was searched; None at its end."""
 
@@ -177,25 +174,26 @@ async def queues(server: TaskServer, request: HttpRequest) -> HttpReply:
 
 
 async def find(server: TaskServer, request: HttpRequest) -> HttpReply:
-    query: TasksQuery = replace(request.call, before=place_of(server.ids, request.call.before))
+    query: TasksQuery = request.call
+    begin = place_of(server.ids, query.cursor)
     queue = await read_queue(server, request, request.path_param("agent"))
 
     def work(transaction: Transaction) -> tuple[list[tuple[Stored, float]], int, datetime | None]:
-        return newest_tasks(transaction, queue, query)
+        return newest_tasks(transaction, queue, query, begin)
 
     found, before, reached = await server.read_for(request, lambda: server.tasks.store.read(work))
 
     def shown() -> TaskRows:
         lines = [_shown_line(request, server.ids, stored, age_s) for stored, age_s in found]
-        return TaskRows(lines, shown_place(server.ids, before), reached)
+        return TaskRows(lines, cursor_of(server.ids, before), reached)
 
     return await shown_by(server, request, shown)
 
 
 def newest_tasks(
-    transaction: Transaction, queue: str, query: TasksQuery
+    transaction: Transaction, queue: str, query: TasksQuery, before: int
 ) -> tuple[list[tuple[Stored, float]], int, datetime | None]:
-    """The newest tasks of a queue with their ages, the cursor of the next page, and the time reached.
+    """The newest tasks of a queue with their ages, the number where the next page begins, and the time.
 
     Payloads are left out, and the list ends once `SEARCHED_BYTES_MAX` of them were read.
     """
@@ -203,7 +201,7 @@ def newest_tasks(
     found: list[tuple[Stored, float]] = []
     last: Record | None = None
     size = 0
-    for record in newest_first(transaction, queue, state, query.before, query.limit):
+    for record in newest_first(transaction, queue, state, before, query.limit):
         if isinstance(record, int):  # the numbers that one call may walk are used up
             return found, record, None if last is None else accepted_at(last)
         last = record

@@ -7,7 +7,14 @@ from typing import Any
 
 import click
 
-from postroom.cli.engine.options import PRIORITY, message_argument, org_option, type_option, where_options
+from postroom.cli.engine.options import (
+    PRIORITY,
+    filters_of,
+    message_argument,
+    org_option,
+    type_option,
+    where_options,
+)
 from postroom.cli.engine.places import open_place, plain
 from postroom.cli.render import COLUMN_GAP
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, together
@@ -207,12 +214,6 @@ def _fields(letter: Any) -> dict[str, Any]:
     from postroom.engine.dlq import as_json
 
     return letter if isinstance(letter, dict) else as_json(letter)
-
-
-def filters_of(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given, as filters of the contract."""
-    named = {"type" if name == "type_name" else name: value for name, value in options.items()}
-    return {name: value for name, value in named.items() if value is not None}
 
 
 def chosen_filters(message_ids: tuple[str, ...], every: bool, options: dict[str, Any]) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from typing import Any
 
 import click
 
-from postroom.cli.engine.options import message_argument, org_option, type_option, where_options
+from postroom.cli.engine.options import filters_of, message_argument, org_option, type_option, where_options
 from postroom.cli.engine.places import open_place, plain
 from postroom.cli.shell import Shell, Stopped, parse_wait, reader_gone
 
 WATCH_EVERY_S_DEFAULT = 1.0
+LISTED_DEFAULT = 100
 BAR_COLUMNS = 30
 ORGANIZATIONS_NAMED = 5  # organizations listed for one breaker
 CLEAR_SCREEN = "\x1b[H\x1b[2J"
@@ -126,6 +127,44 @@ def progress_line(facts: Mapping[str, Any], rate: float | None) -> str:
 def _ended(facts: Mapping[str, Any]) -> int:
     organizations = facts["organizations"].values()
     return sum(each["states"].get(state, 0) for each in organizations for state in ENDED)
+
+
+@click.command(name="list")
+@where_options
+@org_option
+@click.option("--state", metavar="STATE", help="Only messages in this state, such as QUEUED or DEAD_LETTER.")
+@type_option
+@click.option("--goal", "goal_id", metavar="GOAL_ID", help="Only messages of this goal.")
+@click.option("--agent", "agent_id", metavar="NAME", help="Only messages of this agent.")
+@click.option("--since", metavar="TIME", help="Only messages accepted since TIME (RFC 3339).")
+@click.option("--text", metavar="TEXT", help="An id, or text in the message or its error.")
+@click.option("--cursor", metavar="CURSOR", help="The cursor of the previous page.")
+@click.option(
+    "--limit", type=click.IntRange(1, 1_000), default=LISTED_DEFAULT, show_default=True, metavar="N",
+    help="At most N of them.",
+)  # fmt: skip
+@click.pass_obj
+def list_messages(
+    shell: Shell, /, data: Path | None, url: str | None, token: str | None, **options: Any
+) -> None:
+    """List messages, the newest first.
+
+    The list ends when no cursor is printed. A page may be short, because one call looks at a bounded number
+    of messages.
+
+    \b
+    Example:
+      postroom engine list --data run --org acme --state DEAD_LETTER --text timeout
+    """
+    with open_place(shell, data, url, token) as place:
+        found = plain(place.list(**filters_of(options)))
+    if not shell.output.readable:
+        shell.output.json_line(found)
+        return
+    columns = ["message_id", "org_id", "state", "type", "priority", "attempt", "created_at", "error_type"]
+    shell.output.rows(columns, found["messages"], empty="no message fits")
+    if found["cursor"]:
+        shell.output.sentence(f"the list goes on: --cursor {found['cursor']}")
 
 
 @click.command()
@@ -246,4 +285,4 @@ def scope_text(org_id: str, type: str) -> str:  # noqa: A002 - the contract's wo
     return f"type {type} of {whose}" if type else whose if org_id else "the whole queue"
 
 
-COMMANDS = (status, explain, cancel, pause, resume)
+COMMANDS = (status, list_messages, explain, cancel, pause, resume)

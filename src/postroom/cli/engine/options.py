@@ -1,5 +1,7 @@
 """Options that several `engine` commands share."""
 
+from typing import Any
+
 import click
 
 from postroom.cli.server_options import token_option
@@ -14,3 +16,9 @@ message_argument = click.argument("message_id", metavar="MESSAGE_ID")
 org_option = click.option("--org", "org_id", metavar="NAME", help="Only messages of this organization.")
 type_option = click.option("--type", "type_name", metavar="TYPE", help="Only messages of this type.")
 PRIORITY = click.IntRange(0, 3)
+
+
+def filters_of(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, as filters of the contract."""
+    named = {"type" if name == "type_name" else name: value for name, value in options.items()}
+    return {name: value for name, value in named.items() if value is not None}

@@ -19,7 +19,7 @@ export class List {
     this.isCurrent = isCurrent;
     this.fail = fail;
     this.rows = [];
-    this.before = 0;
+    this.cursor = "";
     this.turn = 0;
     this.timer = 0;
     this.refreshed = 0;
@@ -45,26 +45,26 @@ export class List {
     if (this.filters[name] === value) return;
     this.filters[name] = value;
     this.rows = []; // A refresh that overtakes the load would keep rows of the earlier filter.
-    this.before = 0;
+    this.cursor = "";
     const query = new URLSearchParams(Object.entries(this.filters).filter(([, one]) => one));
     history.replaceState(null, "", this.place + (query.size ? "?" + query : ""));
     this.load();
   }
 
   async load() {
-    await this.read(0, (found) => {
+    await this.read("", (found) => {
       this.rows = this.found(found);
-      this.before = found.before;
+      this.cursor = found.cursor;
     });
   }
 
   // A refresh meanwhile would overtake the answer, and the click would have no effect, so it waits.
   async more() {
     this.isPaging = true;
-    await this.read(this.before, (found) => {
+    await this.read(this.cursor, (found) => {
       const known = new Set(this.rows.map((one) => this.id(one)));
       this.rows.push(...this.found(found).filter((one) => !known.has(this.id(one))));
-      this.before = found.before;
+      this.cursor = found.cursor;
       this.reached = found.reached;
     });
     this.isPaging = false;
@@ -85,21 +85,21 @@ export class List {
     this.isStale = this.isPaging;
     if (this.isPaging) return;
     this.refreshed = performance.now();
-    await this.read(0, (found) => {
+    await this.read("", (found) => {
       const newest = this.found(found);
       const fresh = new Set(newest.map((one) => this.id(one)));
       const joint = this.rows.findLastIndex((one) => fresh.has(this.id(one)));
       const older = joint < 0 ? [] : this.rows.slice(joint + 1);
       this.rows = [...newest, ...older];
-      if (!older.length) this.before = found.before;
+      if (!older.length) this.cursor = found.cursor;
     });
   }
 
-  async read(before, use) {
+  async read(cursor, use) {
     const turn = ++this.turn;
     this.element.setAttribute("aria-busy", "true");
     try {
-      const found = await get(this.path, { ...this.filters, before: before || "" });
+      const found = await get(this.path, { ...this.filters, cursor });
       if (turn !== this.turn || !this.isCurrent()) return;
       this.reached = found.reached;
       use(found);
@@ -123,14 +123,14 @@ export class List {
 
   draw() {
     replace(this.body, this.rows.map((one) => this.row(one)));
-    const isSearched = this.before > 0 && this.rows.length === 0;
+    const isSearched = this.cursor && this.rows.length === 0;
     replace(
       this.foot,
-      !this.rows.length && !this.before ? `No ${this.noun} fits.` : "",
+      !this.rows.length && !this.cursor ? `No ${this.noun} fits.` : "",
       isSearched ? `No ${this.noun} fits so far. ` : "",
-      this.before > 0 &&
+      this.cursor &&
         h("button", { type: "button", "data-key": "more", onclick: () => this.more() }, isSearched ? "Search further back" : `Older ${this.noun}s`),
-      this.before > 0 && this.reached ? [" searched back to ", time(this.reached)] : "",
+      this.cursor && this.reached ? [" searched back to ", time(this.reached)] : "",
     );
   }
 

@@ -44,6 +44,19 @@ def stored_place(ids: OwnIds, org: str, shown: int) -> int:
     return number
 
 
+def place_of(ids: OwnIds, cursor: str) -> int:
+    """The number in the store that a list goes on from, by the cursor of an earlier page; 0 for none."""
+    number = ids.place(int(cursor or 0))
+    if number is None:
+        raise InvalidMessage("'cursor' must be the cursor of an earlier answer: load the list again")
+    return number
+
+
+def cursor_of(ids: OwnIds, number: int) -> str:
+    """The cursor of the next page. It is covered, because numbers count the records of all organizations."""
+    return str(ids.cover(number)) if number else ""
+
+
 def is_lease(ids: OwnIds, org: str, record: Record, shown: int) -> bool:
     """Whether a number is the lease of a record, which is negative after a release, as the caller knows it.
 

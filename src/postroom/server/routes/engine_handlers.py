@@ -17,10 +17,9 @@ from msgspec.structs import replace
 from postroom.calls.messages import (
     ExplainAnswer,
     FindMessages,
-    FoundAnswer,
     ListLetters,
     MessageAnswer,
-    MessageLine,
+    MessageList,
     MessagesAnswer,
     Pause,
     Purge,
@@ -38,35 +37,31 @@ from postroom.contracts.tasks.task_operations import TaskOperations
 from postroom.core.formats.jsoninput import raw_value
 from postroom.core.gate import Owner, of_organization, permit, visible_org
 from postroom.core.names import unscoped, unscoped_text
-from postroom.core.times import EPOCH, MICROSECOND
 from postroom.engine import dlq
 from postroom.engine.agents.answer_parts import Position, parse_position, read_on
 from postroom.engine.explanation import explain as explanation_of
-from postroom.engine.inspection import EngineStatus, MessageInfo, info_of, status_of
+from postroom.engine.inspection import EngineStatus, MessageInfo, info_of, list_messages, status_of
 from postroom.engine.message_input import Prepared
-from postroom.engine.messages import body_of, checked_message_id, unknown_message
+from postroom.engine.messages import checked_message_id, unknown_message
 from postroom.engine.rules.cells import Part
 from postroom.engine.rules.operations import Operations, Submitted
 from postroom.engine.rules.policy import CONTROL_TYPES
 from postroom.engine.token_status import TokenStatus
 from postroom.engine.token_status import status_of as token_status_of
 from postroom.errors import GuardTripped, InvalidMessage, Overloaded
-from postroom.message import ENGINE_PREFIX, Record, Stored, org_of
+from postroom.message import Record, org_of
 from postroom.server.access.registry import Identity
-from postroom.server.access.task_names import shown_event, shown_number, stored_id, stored_place
+from postroom.server.access.task_names import cursor_of, place_of, shown_event, stored_id
 from postroom.server.http.exchange import NO_CONTENT, HttpReply, HttpRequest, Refusal, check_allowed
 from postroom.server.http.task_server import DECODED_AT_ONCE_BYTES, TaskServer
 from postroom.server.http.writer import TASK_BYTES
 from postroom.server.routes.agent_presence import heard
 from postroom.server.routes.event_streams import STREAM_PAGE_BYTES_MAX, EventStream, sse
 from postroom.server.routes.task_handlers import poll_share
-from postroom.stores.base import Listing
 from postroom.stores.own_ids import OwnIds
 
 T = TypeVar("T")
 
-SEARCHED_MAX = 500
-SEARCHED_BYTES_MAX = 8 * 1024 * 1024  # of messages that one search reads, and one more message
 AGENT_MESSAGE = "agent_message"  # the type whose default handler puts the payload into the inbox of `to`
 GIVEN_IDS = ("message_id", "parent_message_id")
 PARTS_POLL_S = 0.1  # how often a stream looks for parts that a worker process has stored
@@ -209,59 +204,29 @@ def _not_yours(identity: Identity, rule: str) -> Refusal:
 # ---- searching -------------------------------------------------------------------------------------
 
 
-async def find(server: TaskServer, request: HttpRequest) -> FoundAnswer:
-    """List messages of an organization. One call looks at `SEARCHED_MAX` messages at most."""
+async def find(server: TaskServer, request: HttpRequest) -> MessageList:
+    """List messages of an organization; for an operator of all organizations, also of all."""
     call: FindMessages = request.call
     org_id = call.org_id or request.identity.org
     check_allowed(request.identity, "message.list", of_organization(org_id))
-    if not org_id:
-        raise InvalidMessage("an operator has to name the organization of the messages: org_id")
-    state = call.state or None
-    ids, caller = server.ids, request.identity
-    after = stored_place(ids, caller.org, call.after)
-    pick = Listing(f"{ENGINE_PREFIX}{org_id}", state, after, SEARCHED_MAX)
-    found = await server.read_for(request, lambda: _read(server, partial(_found, call, pick)))
-    org = caller.org
-    lines = [
-        replace(line, seq=shown_number(ids, org, line.seq), message_id=unscoped(org, line.message_id))
-        for line in found.messages
+    found = await listed(server, request, org_id or None)
+    shown = [
+        replace(line, message_id=unscoped(request.identity.org, line.message_id)) for line in found.messages
     ]
-    next_after = shown_number(ids, org, found.next_after) if found.next_after else 0
-    return FoundAnswer(lines, next_after)
+    return replace(found, messages=shown)
 
 
-def _found(query: FindMessages, pick: Listing, operations: Operations) -> FoundAnswer:
-    records = operations.transaction.records.find(pick)
-    lines: list[MessageLine] = []
-    searched, text = 0, query.text.encode()
-    for record in records:
-        stored = operations.loaded(record.message_id)
-        if query.type in ("", stored.envelope.type):
-            content = searchable(operations, stored) if text else b""
-            searched += len(content)
-            if text in content:
-                lines.append(_line(stored))
-        if len(lines) == query.limit or searched >= SEARCHED_BYTES_MAX:
-            return FoundAnswer(lines, record.seq)
-    return FoundAnswer(lines, records[-1].seq if len(records) == pick.limit else 0)
+async def listed(server: TaskServer, request: HttpRequest, org_id: str | None) -> MessageList:
+    """A page of a list, with its cursor as callers get it."""
+    call: FindMessages = request.call
+    org, text, before = request.identity.org, call.text.strip(), place_of(server.ids, call.cursor)
 
+    def work(operations: Operations) -> MessageList:
+        message_id = stored_id(operations.transaction, org, text)
+        return list_messages(operations, call, org_id, before, message_id)
 
-def searchable(operations: Operations, stored: Stored) -> bytes:
-    """The fields of a message as JSON, in which a search looks for its text. The payload is not decoded."""
-    return _encode(dlq.original_message(operations, stored, raw_value) or {})
-
-
-def _line(stored: Stored) -> MessageLine:
-    record, body = stored.record, body_of(stored.envelope.payload)
-    return MessageLine(
-        seq=record.seq,
-        message_id=record.message_id,
-        state=record.state,
-        type=stored.envelope.type,
-        agent_id="" if body is None else body.agent_id,
-        attempt=record.attempt,
-        created_at=EPOCH + record.created_us * MICROSECOND,
-    )
+    found = await server.read_for(request, lambda: _read(server, work))
+    return replace(found, cursor=cursor_of(server.ids, int(found.cursor or 0)))
 
 
 # ---- one message -----------------------------------------------------------------------------------
