@@ -31,9 +31,13 @@ class Sizes:
     loads: int = 20
     seconds: float = 4.0
     events: int = 100
+    pages: int = 50
+    idle_s: float = 3.0  # from ready to the look at the memory
 
 
-QUICK = Sizes(calls=5, starts=1, submit_s=0.2, messages=100, loads=1, seconds=0.1, events=1)
+QUICK = Sizes(
+    calls=5, starts=1, submit_s=0.2, messages=100, loads=1, seconds=0.1, events=1, pages=2, idle_s=0.0
+)
 
 
 def mcp_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
@@ -70,13 +74,18 @@ async def _call_times(folder: Path, calls: int) -> dict[str, list[float]]:
 def live_page_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
     """The live page in a real browser."""
     yield from page_figures(
-        folder, messages=sizes.messages, loads=sizes.loads, seconds=sizes.seconds, events=sizes.events
+        folder,
+        messages=sizes.messages,
+        loads=sizes.loads,
+        seconds=sizes.seconds,
+        events=sizes.events,
+        pages=sizes.pages,
     )
 
 
 def up_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:
     """The start of `postroom up`, and the memory of its idle parts."""
-    yield from start_figures(folder, sizes.starts)
+    yield from start_figures(folder, sizes.starts, sizes.idle_s)
 
 
 def http_figures(folder: Path, sizes: Sizes) -> Iterator[Figure]:

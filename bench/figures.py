@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-REPEATS = 5
+REPEATS = int(os.environ.get("BENCH_REPEATS", "5"))
 
 NAME_COLUMNS = 44
 VALUE_COLUMNS = 20

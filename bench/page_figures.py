@@ -48,7 +48,6 @@ VIEWS = (
 DEAD_SHARE = 100  # one of so many messages is a dead letter
 KEPT_SHARE = 0.9
 EVENT_P50_MS = 200.0
-PAGES = 50
 BATCH = 1_000
 
 OPEN_PAGES = """
@@ -210,7 +209,9 @@ def _cold_ms(page: Page, url: str, drawn: str) -> float:
     return took_ms
 
 
-def page_figures(folder: Path, *, messages: int, loads: int, seconds: float, events: int) -> Iterator[Figure]:
+def page_figures(
+    folder: Path, *, messages: int, loads: int, seconds: float, events: int, pages: int
+) -> Iterator[Figure]:
     """All figures, on one server."""
     data = folder / "run"
     data.mkdir(parents=True)
@@ -221,7 +222,7 @@ def page_figures(folder: Path, *, messages: int, loads: int, seconds: float, eve
             yield from first_view_figures(page, server, messages, loads)
             yield view_figure(server, messages)
             yield from event_figures(page, server, events)
-        yield from open_pages_figures(server, data, seconds)
+        yield from open_pages_figures(server, data, seconds, pages)
 
 
 def first_view_figures(page: Page, server: Server, messages: int, loads: int) -> Iterator[Figure]:
@@ -270,12 +271,12 @@ def view_figure(server: Server, messages: int) -> Figure:
 
 
 @contextmanager
-def open_pages(server: Server) -> Iterator[None]:
-    command = [sys.executable, "-c", OPEN_PAGES, server.host, str(server.port), server.token, str(PAGES)]
+def open_pages(server: Server, pages: int) -> Iterator[None]:
+    command = [sys.executable, "-c", OPEN_PAGES, server.host, str(server.port), server.token, str(pages)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        for _ in range(PAGES):
+        for _ in range(pages):
             assert process.stdout.readline() == b"open\n"
         yield
     finally:
@@ -321,18 +322,18 @@ def completed(server: Server, connection: http.client.HTTPConnection) -> int:
     return sum(int(one["states"].get("COMPLETED", 0)) for one in organizations)
 
 
-def open_pages_figures(server: Server, data: Path, seconds: float) -> Iterator[Figure]:
+def open_pages_figures(server: Server, data: Path, seconds: float, pages: int) -> Iterator[Figure]:
     """An engine at work without and with open pages, in turns. Both its rates are compared."""
     alone, watched = [], []
     with working(data):
         rates_of(server, seconds / 2)
         for _ in range(REPEATS):
             alone.append(rates_of(server, seconds))
-            with open_pages(server):
+            with open_pages(server, pages):
                 watched.append(rates_of(server, seconds))
     for place, what in enumerate(Rates._fields):
         yield Figure(
-            f"messages {what} with {PAGES} open pages",
+            f"messages {what} with {pages} open pages",
             statistics.median(one[place] for one in watched),
             "messages/s",
             f"without a page: {statistics.median(one[place] for one in alone):,.0f} messages/s",

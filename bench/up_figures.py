@@ -22,7 +22,6 @@ READY_S = 1.0
 IDLE_MB = 120.0
 SUBMITS_A_SECOND = 4_000.0
 CONNECTIONS = 16
-IDLE_S = 3.0  # from ready to the look at the memory
 
 
 @contextmanager
@@ -40,14 +39,14 @@ def _up(data: Path) -> Iterator[tuple[dict[str, Any], float]]:
             process.send_signal(signal.SIGTERM)
 
 
-def start_figures(folder: Path, starts: int) -> Iterator[Figure]:
+def start_figures(folder: Path, starts: int, idle_s: float) -> Iterator[Figure]:
     """From the command to the line with the addresses, and the memory of all its processes when idle."""
     compileall.compile_dir(Path(postroom.__file__).parent, quiet=2)  # as an installation does
     times, sums, parts = [], [], ""
     for number in range(starts):
         with _up(folder / f"run-{number}") as (facts, ready_s):
             times.append(ready_s)
-            time.sleep(IDLE_S)
+            time.sleep(idle_s)
             found = _memory_mb(facts["pid"])
         sums.append(sum(found.values()))
         parts = ", ".join(f"{name} {size:.0f}" for name, size in found.items())

@@ -32,7 +32,6 @@ PUT_AT_ONCE = 100
 TAKEN_AT_ONCE = 50
 LEASE_NS = 60_000_000_000
 WORKERS = 4
-TURNS = 3
 MIX = (100.0, 0.0, 0.0, 0.0)
 
 RAW_TABLE = """CREATE TABLE raw (id bigserial PRIMARY KEY, state text NOT NULL DEFAULT 'ready',
@@ -55,6 +54,7 @@ class Sizes:
     backlog: int = 1_000_000
     small_backlog: int = 1_000
     seconds: float = 10.0
+    turns: int = 3
 
 
 QUICK = Sizes(
@@ -166,9 +166,9 @@ def _throughput(server: PostgresServer, sizes: Sizes) -> Iterator[Figure]:
         with raw_table(server) as raw:
             return timed(count, lambda: put_raw(raw, count))
 
-    found = compare(inserted, inserted_raw, turns=TURNS)
+    found = compare(inserted, inserted_raw, turns=sizes.turns)
     yield _beside("insert, 100 in a commit", "raw SQL", found, 0.7)
-    found = compare(lambda: drained(server, count), lambda: drained_raw(server, count), turns=TURNS)
+    found = compare(lambda: drained(server, count), lambda: drained_raw(server, count), turns=sizes.turns)
     yield _beside("claim 50 and complete", "raw SKIP LOCKED", found, 0.7)
 
 

@@ -30,7 +30,6 @@ WINDOW = 4_000  # sends in flight
 MSG_ID = b"Mq9-Msg-Id: "
 STREAM = b"bench.stream"
 JETSTREAM = 'jetstream { store_dir: "%", sync_interval: always }'
-MAILBOX_TTL_S = 2.0
 PAUSE_MS_MAX = 50
 MS_PER_S = 1e3
 CLASSES = {"memory": b"", "os": b"", "fsync": b".critical"}
@@ -208,30 +207,31 @@ def create_many(server: Server, count: int, ttl_s: float) -> float:
     return count / (ended - begun)
 
 
-def pause_ms(server: Server, count: int) -> float:
+def pause_ms(server: Server, count: int, ttl_s: float) -> float:
     """The longest pause from the first created mailbox to the last expired one."""
-    creating = in_process(lambda: (create_many(server, count, MAILBOX_TTL_S), time.monotonic())[1])
+    creating = in_process(lambda: (create_many(server, count, ttl_s), time.monotonic())[1])
     ended: list[float] = []
 
     def until_s() -> float:
         if not ended and creating[1].poll():
             ended.append(float(result_of(*creating)))
-        return ended[0] + 1.5 * MAILBOX_TTL_S if ended else time.monotonic() + PATIENCE_S
+        return ended[0] + 1.5 * ttl_s if ended else time.monotonic() + PATIENCE_S
 
     return longest_pause_ms(server, until_s)
 
 
-def idle_pause_ms(server: Server) -> float:
+def idle_pause_ms(server: Server, ttl_s: float) -> float:
     """The longest pause of an idle server, which is that of the machine."""
-    end_s = time.monotonic() + 2 * MAILBOX_TTL_S
+    end_s = time.monotonic() + 2 * ttl_s
     return longest_pause_ms(server, lambda: end_s)
 
 
 def mailboxes(sizes: Sizes) -> Iterator[Figure]:
+    count, ttl_s = sizes.mailboxes, sizes.mailbox_ttl_s
     with mail_server() as ours, nats_server() as theirs:
-        rate = median_of(lambda: create_many(ours, sizes.mailboxes, MAILBOX_TTL_S))
+        rate = median_of(lambda: create_many(ours, count, ttl_s))
         yield Figure("mailboxes created, pipelined", rate, "mailboxes/s")
-        pauses = compare(lambda: pause_ms(ours, sizes.mailboxes), lambda: idle_pause_ms(theirs))
+        pauses = compare(lambda: pause_ms(ours, count, ttl_s), lambda: idle_pause_ms(theirs, ttl_s))
     yield Figure(
         f"longest pause, {sizes.mailboxes:,} mailboxes made and ended",
         pauses.ours,

@@ -17,6 +17,7 @@ class Sizes:
     durable: int = 4_000
     replayed: int = 100_000
     mailboxes: int = 10_000
+    mailbox_ttl_s: float = 2.0
     crowd_mailboxes: int = 20_000
     crowd_messages: int = 100_000
     sends: int = 40_000
@@ -33,6 +34,7 @@ SMALL = Sizes(
     durable=200,
     replayed=800,
     mailboxes=100,
+    mailbox_ttl_s=0.2,
     crowd_mailboxes=20,
     crowd_messages=400,
     sends=400,

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import figures as shared
 import pytest
 from brokersbench import postgres as bench
 
@@ -17,7 +16,7 @@ from tests.postgresserver import postgres
 __all__ = ["postgres"]  # a fixture
 
 SIZES = bench.Sizes(
-    messages=100, turn_messages=100, slow_messages=10, backlog=200, small_backlog=100, seconds=0.2
+    messages=100, turn_messages=100, slow_messages=10, backlog=200, small_backlog=100, seconds=0.2, turns=1
 )
 
 
@@ -30,8 +29,6 @@ def test_part_yields_figures_with_a_value_and_a_verdict(
         yield postgres
 
     monkeypatch.setattr(bench, "running_postgres", running)
-    monkeypatch.setattr(shared, "REPEATS", 1)
-    monkeypatch.setattr(bench, "TURNS", 1)
     found = [json.loads(figure.as_json()) for figure in bench.figures(SIZES, part)]
     measured = [figure for figure in found if not figure["name"].startswith("load")]
     assert measured

@@ -6,21 +6,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import bench_engine
-import figures as shared
 import pytest
-from enginebench import finish, latency, noise
+from enginebench import finish, latency
 from enginebench.engines import open_engine, url_in
 from enginebench.sizes import QUICK
 from peersbench import brokers
 
 from postroom.stores.base import ByIds
 from tests.rabbitmqserver import HOST, RabbitServer
-
-
-@pytest.fixture(autouse=True)
-def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (shared, noise):
-        monkeypatch.setattr(module, "REPEATS", 1)
 
 
 @pytest.fixture

@@ -4,15 +4,11 @@ import json
 from pathlib import Path
 
 import bench_goals
-import figures as shared
 import pytest
 
 
 @pytest.mark.parametrize("part", bench_goals.BENCHES)
-def test_part_yields_figures_with_a_value_and_a_verdict(
-    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared, "REPEATS", 1)
+def test_part_yields_figures_with_a_value_and_a_verdict(part: str, tmp_path: Path) -> None:
     sizes = bench_goals.Sizes(quick=True)
     found = [json.loads(figure.as_json()) for figure in bench_goals.BENCHES[part](tmp_path, sizes)]
     assert found

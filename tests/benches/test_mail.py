@@ -5,7 +5,6 @@ import select
 import socket
 
 import bench_mail
-import figures as shared
 import pytest
 from mailbench import mail, plain, servers
 from mailbench.sizes import SMALL
@@ -14,11 +13,7 @@ from tests.waiting import HANG_GUARD_S
 
 
 @pytest.mark.parametrize("bench", bench_mail.BENCHES, ids=lambda bench: bench.__name__)
-def test_a_bench_yields_figures_with_a_value_and_a_verdict(
-    bench: bench_mail.Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared, "REPEATS", 1)
-    monkeypatch.setattr(mail, "MAILBOX_TTL_S", 0.2)
+def test_a_bench_yields_figures_with_a_value_and_a_verdict(bench: bench_mail.Bench) -> None:
     found = [json.loads(figure.as_json()) for figure in bench(SMALL)]
     assert found
     for figure in found:

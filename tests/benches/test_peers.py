@@ -5,14 +5,12 @@ import tempfile
 from pathlib import Path
 
 import bench_peers
-import figures as shared
 import pytest
 
 
 def test_each_broker_has_figures_and_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(shared, "REPEATS", 1)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # HOME of RabbitMQ is a folder in it
     found = []
     seen: set[str] = set()

@@ -5,16 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import bench_tasks
-import figures as shared
 import pytest
 
 FIELDS = ["name", "value", "unit", "against", "ratio", "goal", "ok"]
-
-
-@pytest.fixture(autouse=True)
-def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (shared, bench_tasks):
-        monkeypatch.setattr(module, "REPEATS", 1)
 
 
 def figures(bench: bench_tasks.Bench, folder: Path) -> Iterator[dict[str, object]]:

@@ -4,16 +4,7 @@ import json
 from pathlib import Path
 
 import bench_up
-import page_figures
 import pytest
-import up_figures
-
-
-@pytest.fixture(autouse=True)
-def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_figures, "REPEATS", 1)
-    monkeypatch.setattr(page_figures, "PAGES", 2)
-    monkeypatch.setattr(up_figures, "IDLE_S", 0.0)
 
 
 @pytest.mark.parametrize("part", bench_up.BENCHES)

@@ -260,13 +260,13 @@ def test_migration_runs_while_older_workers_write(database: str, monkeypatch: py
     schema = database.partition("?schema=")[2]
     scripts = postgres_connection.migrations(schema)
     number = max(scripts) + 1
-    more = {**scripts, number: f"ALTER TABLE {schema}.records ADD COLUMN region text"}
-    monkeypatch.setattr(postgres_connection, "migrations", lambda _schema: more)
+    known = {**scripts, number: f"ALTER TABLE {schema}.records ADD COLUMN region text"}
+    monkeypatch.setattr(postgres_connection, "migrations", lambda _schema: known)
     new = PostgresStore(database)
     insert(new)
     insert(old)
     assert sql(database, "SELECT max(version) FROM S.migrations") == [(number,)]
-    monkeypatch.setattr(postgres_connection, "migrations", lambda _schema: scripts)
+    known = scripts
     with pytest.raises(StoreDamaged, match="newer postroom"):
         insert(PostgresStore(database))
     check_consistency(old)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from postroom.core.mail.mailbox import MESSAGE_COST_BYTES
 from postroom.core.nats import natswire as wire
@@ -28,7 +28,6 @@ from tests.smalldisk import NotPermitted, fill, mounted
 from tests.waiting import HANG_GUARD_S
 
 HOST, GOOD_HOST, BAD_HOST = "127.0.0.1", "127.0.0.2", "127.0.0.3"
-ATTACK_S = 3.0  # of each attack with a duration
 MB = 1 << 20
 
 CLIENT_QUOTA_BYTES = 32 * MB
@@ -45,8 +44,6 @@ DISK_MB_MAX = 300
 FLOOD_MESSAGES = 2_000  # between two answers
 GOOD_PAUSE_S = 0.001  # between two sends: the good client stays far below its own quota
 NESTED = b"[" * 5_000 + b"]" * 5_000
-UNFINISHED_CONNECTIONS = 300
-WRONG_PASSWORDS = 50
 OWN_SUBSCRIPTIONS = 600
 PASSWORDS = "good:right\n"
 
@@ -57,6 +54,15 @@ SMALL_BODY_BYTES = 200
 Attack = Callable[["Server", Tally, Random], None]
 
 
+class AttackSizes(NamedTuple):
+    attack_s: float = 3.0  # of each attack with a duration
+    unfinished_connections: int = 300
+    wrong_passwords: int = 50
+
+
+USUAL = AttackSizes()
+
+
 # ---- a server and its clients ------------------------------------------------------------------------
 
 
@@ -65,6 +71,7 @@ class Server:
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
+        self.sizes = AttackSizes()
         self._options = options
         self.memory_mb = self.written_mb = 0
         self._start()
@@ -251,7 +258,7 @@ def report(server: Server, tally: Tally, rng: Random) -> None:
     """Reports as large as a card may be, larger ones, and then silence."""
     with Client(server) as client:
         client.ask(f"{AGENT}REGISTER", b'{"name":"reporter"}')
-        ends = time.monotonic() + ATTACK_S
+        ends = time.monotonic() + server.sizes.attack_s
         while time.monotonic() < ends:
             text = "x" * rng.randrange(60_000)
             client.ask(f"{AGENT}REPORT", json.dumps({"name": "reporter", "report_info": text}).encode())
@@ -263,7 +270,7 @@ def report(server: Server, tally: Tally, rng: Random) -> None:
 
 def _stay_quiet(server: Server, tally: Tally) -> None:
     before = server.written()
-    time.sleep(ATTACK_S)
+    time.sleep(server.sizes.attack_s)
     written_mb = (server.written() - before) // MB
     if written_mb > IDLE_WRITTEN_MB_MAX:
         tally.breaks(f"{written_mb} MB were written while no hostile client was connected")
@@ -333,14 +340,14 @@ def linger(server: Server, tally: Tally, _: Random) -> None:
     """Connections that do not log in, and send the beginning of a large message; wrong passwords."""
     part = b"PUB a 1000000\r\n" + b"x" * 900_000
     with contextlib.ExitStack() as stack:
-        for _number in range(UNFINISHED_CONNECTIONS):
+        for _number in range(server.sizes.unfinished_connections):
             made = socket.create_connection((HOST, server.port), HANG_GUARD_S, source_address=(BAD_HOST, 0))
             stack.enter_context(made)
             with contextlib.suppress(OSError):
                 made.settimeout(0.2)
                 made.sendall(part)
             tally.count("refused")
-    for _number in range(WRONG_PASSWORDS):
+    for _number in range(server.sizes.wrong_passwords):
         try:
             Client(server, user="good", **{"pass": "wrong"}).socket.close()
             tally.breaks("a wrong password was let in")
@@ -366,14 +373,14 @@ def starve(server: Server, tally: Tally, _: Random) -> None:
 # ---- all of it ---------------------------------------------------------------------------------------
 
 
-def run(count: int, seed: int, tick: Callable[[int], None]) -> Tally:
+def run(count: int, seed: int, tick: Callable[[int], None], sizes: AttackSizes = USUAL) -> Tally:
     """Every attack, `count` times."""
     tally, rng = Tally(), Random(seed)
     folder = Path(tempfile.mkdtemp(prefix="postroom-attack-"))
     try:
         for number in range(count):
-            _round(folder / f"open-{number}", ATTACKS, tally, rng)
-            _round_with_logins(folder / f"closed-{number}", tally, rng)
+            _round(folder / f"open-{number}", ATTACKS, tally, rng, sizes)
+            _round_with_logins(folder / f"closed-{number}", tally, rng, sizes)
             _round_on_small_disk(folder / f"small-{number}", tally, rng)
             tick(1)
     finally:
@@ -381,15 +388,17 @@ def run(count: int, seed: int, tick: Callable[[int], None]) -> Tally:
     return tally
 
 
-def _round(folder: Path, attacks: tuple[Attack, ...], tally: Tally, rng: Random) -> None:
+def _round(folder: Path, attacks: tuple[Attack, ...], tally: Tally, rng: Random, sizes: AttackSizes) -> None:
     with serving(folder, *QUOTAS) as server:
+        server.sizes = sizes
         _beside_good_client(server, attacks, tally, rng)
 
 
-def _round_with_logins(folder: Path, tally: Tally, rng: Random) -> None:
+def _round_with_logins(folder: Path, tally: Tally, rng: Random, sizes: AttackSizes) -> None:
     users = folder.with_suffix(".users")
     users.write_text(PASSWORDS)
     with serving(folder, *QUOTAS, "--users-file", str(users)) as server:
+        server.sizes = sizes
         _beside_good_client(server, (linger,), tally, rng, user="good", **{"pass": "right"})
 
 

@@ -38,11 +38,12 @@ def numbers(tasks: Tasks) -> list[int]:
 def test_an_interrupt_after_the_commit_reuses_no_number(
     tasks: Tasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    committed = SqliteLedger.committed
+    committed, interrupts = SqliteLedger.committed, [Interrupted()]
 
-    def interrupted(_: SqliteLedger) -> None:
-        monkeypatch.setattr(SqliteLedger, "committed", committed)
-        raise Interrupted
+    def interrupted(ledger: SqliteLedger) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        committed(ledger)
 
     monkeypatch.setattr(SqliteLedger, "committed", interrupted)
     with pytest.raises(Interrupted):

@@ -10,11 +10,18 @@ import pytest
 
 from postroom import Audit, Tasks
 from postroom.audit.reader import Segments
+from postroom.audit.shipper import BATCH_MAX
 from postroom.contracts.feeds import StoreFeed
 from postroom.core.formats.events import to_line
 from postroom.errors import ShippedElsewhere, StoreUnreachable
-from postroom.server.folder import audit_table
-from postroom.server.folder.audit_table import AuditTable, TableSink, export_table, opened_table, retain_table
+from postroom.server.folder.audit_table import (
+    READ_MAX,
+    AuditTable,
+    TableSink,
+    export_table,
+    opened_table,
+    retain_table,
+)
 from postroom.server.folder.shipping import Sources
 from postroom.settings import AuditSettings
 from postroom.testing.postgres_server import PostgresServer
@@ -25,6 +32,7 @@ from tests.tcpproxy import TcpProxy
 __all__ = ["database", "postgres"]  # fixtures
 
 SETTINGS = AuditSettings(redaction="none")
+EVENTS_A_TASK = 4
 
 
 def lines_of(folder: Path) -> list[bytes]:
@@ -39,10 +47,9 @@ def ask(url: str, query: str) -> list[Any]:
 
 def some_tasks(url: str, count: int) -> None:
     with Tasks.open(url) as tasks:
-        for number in range(count):
-            tasks.enqueue(agent="a", payload={"n": number, "nul": "\0"})
-        for task in tasks.claim(agent="a", limit=count):
-            tasks.complete(task.task_id, task.lease, {"ok": True})
+        tasks.enqueue_many({"agent": "a", "payload": {"n": number, "nul": "\0"}} for number in range(count))
+        while claimed := tasks.claim(agent="a", limit=1_000):
+            tasks.complete_many((task.task_id, task.lease, {"ok": True}) for task in claimed)
 
 
 @pytest.mark.statement("audit-jsonb", "events-postgresql")
@@ -50,22 +57,22 @@ def test_commands_ship_to_a_table_and_export_segments(
     database: str, postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     isolate(monkeypatch, tmp_path)
-    monkeypatch.setattr(audit_table, "READ_MAX", 7)
-    monkeypatch.setattr("postroom.audit.shipper.BATCH_MAX", 7)
-    table = postgres.new_store()
-    for _ in range(2):  # the second time continues the first
-        some_tasks(database, 5)
+    table, first = postgres.new_store(), max(READ_MAX, BATCH_MAX) // EVENTS_A_TASK + 10
+    for count in (first, 5):  # the first time takes several reads, and the second one continues
+        some_tasks(database, count)
         shipped = postroom("audit", "ship", "--store", database, "--to", table, "--once")
-        assert shipped.line == {"shipped": 20}, shipped.errors
-        assert postroom("audit", "export", table, "--to", "exported").line == {"exported": 20}
+        assert shipped.line == {"shipped": EVENTS_A_TASK * count}, shipped.errors
+        exported_line = postroom("audit", "export", table, "--to", "exported").line
+        assert exported_line == {"exported": EVENTS_A_TASK * count}
     again = postroom("audit", "export", table, "--to", "exported")
     assert again.line == {"exported": 0}
     exported = list(Segments(tmp_path / "exported").events())
-    assert [event.seq for event in exported] == [*range(1, 41)], "positions of the feed have no gap"
+    every = range(1, EVENTS_A_TASK * (first + 5) + 1)
+    assert [event.seq for event in exported] == [*every], "positions of the feed have no gap"
     assert not Audit(tmp_path / "exported").verify()
     assert postroom("verify", "exported", "--store", database).code == 0
     created = "SELECT count(*) FROM {schema}.events WHERE line->>'kind' = 'created'"
-    assert ask(table, created) == [(10,)]
+    assert ask(table, created) == [(first + 5,)]
     other = postroom("audit", "ship", "--store", database, "--to", "elsewhere", "--once")
     assert "go to another stream already" in other.errors
 

@@ -15,7 +15,6 @@ import pytest
 from postroom import Tasks
 from postroom.calls.server import PostToBus
 from postroom.contracts.bus import Bus
-from postroom.server.access import refusal_events
 from postroom.server.access.registry import Agents, Identity
 from postroom.server.app import create_app
 from postroom.server.http.listener import (
@@ -144,10 +143,8 @@ def test_a_connection_above_the_limit_is_refused_with_an_event(place: Place) -> 
     until(lambda: place.refused(status=503, call="connect"))
 
 
-def test_a_flood_of_refusals_over_new_connections_is_summed(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(refusal_events, "WINDOW_S", 1.0)
+def test_a_flood_of_refusals_over_new_connections_is_summed(place: Place) -> None:
+    place.server.refusals.window_s = 1.0
     for _ in range(20):
         assert place.answer(REFUSED[400]).startswith(b"HTTP/1.1 400")
     until(lambda: sum(one.get("refused", 1) for one in place.refused(status=400)) == 20)

@@ -144,6 +144,7 @@ class SegmentSink(Closing):
     `seal`. `close` leaves it unsealed: the next writer of the folder continues it.
     """
 
+    segment_bytes_max = SEGMENT_BYTES_MAX
     _lock_fd = -1
 
     def __init__(
@@ -272,8 +273,8 @@ class SegmentSink(Closing):
     ) -> None:
         if not marks:
             return
-        if len(data) > SEGMENT_BYTES_MAX:
-            raise InvalidMessage(f"{len(data)} bytes at once are more than a segment's {SEGMENT_BYTES_MAX}")
+        if len(data) > (most := self.segment_bytes_max):
+            raise InvalidMessage(f"{len(data)} bytes at once are more than a segment's {most}")
         with self._mutex:
             self._open()
             if self._is_due(len(data)):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from postroom.contracts.tasks.task_operations import TaskOperations
-from postroom.core.call_limits import RefusalSum, RefusalWindow
+from postroom.core.call_limits import RefusalWindow
 from postroom.errors import PostroomError
 from postroom.server.access.registry import Identity
 from postroom.server.nats.options import network_of
@@ -78,6 +78,8 @@ _WRITER = Identity("postroom-refusals", "operator")
 class RefusalEvents:
     """Emits refused calls, and counts those that do not become events. Used in the event loop only."""
 
+    window_s = WINDOW_S
+
     def __init__(self, submit: Submit, log: ServerLog) -> None:
         self._submit = submit
         self._log = log
@@ -91,15 +93,20 @@ class RefusalEvents:
     def note(self, refused: RefusedCall) -> None:
         """A call was refused."""
         if self._end is None:
-            self._end = self._loop.call_later(WINDOW_S, self._end_window)
+            self._end = self._loop.call_later(self.window_s, self._end_window)
         if self._window.add(refused.identity.org, refused.client, refused):
             self._emit([refused.facts()])
 
     def _end_window(self) -> None:
         self._end = None
-        sums = self._window.end()
-        if sums:
-            self._emit([_facts_of_sum(one) for one in sums])
+        events = []
+        for one in self._window.end():
+            whose = "other callers" if one.is_shared else "this caller"
+            error = f"{one.calls} more calls of {whose} were refused in {self.window_s:g} s; the last: "
+            summed = msgspec.structs.replace(one.last, error=error + one.last.error)
+            events.append(summed.facts(refused=one.calls))
+        if events:
+            self._emit(events)
 
     def _emit(self, events: Sequence[dict[str, Any]]) -> None:
         def write(operations: TaskOperations) -> None:
@@ -129,12 +136,6 @@ class RefusalEvents:
             self._end_window()
         if self._writing:
             await asyncio.wait(self._writing, timeout=CLOSE_TIMEOUT_S)
-
-
-def _facts_of_sum(one: "RefusalSum[RefusedCall]") -> dict[str, Any]:
-    whose = "other callers" if one.is_shared else "this caller"
-    error = f"{one.calls} more calls of {whose} were refused in {WINDOW_S:g} s; the last: {one.last.error}"
-    return msgspec.structs.replace(one.last, error=error).facts(refused=one.calls)
 
 
 def _bounded(value: Any) -> Any:
