@@ -7,10 +7,9 @@ from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.core.tokens.tokens import Short
 from postroom.engine.messages import Body, body_of, error_history
-from postroom.engine.rules import ordering
+from postroom.engine.rules import holds, ordering
 from postroom.engine.rules.admission import ALL
 from postroom.engine.rules.breakers import Breakers, service_called
-from postroom.engine.rules.cells import PAUSES, SEPARATOR
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.policy import Policy
 from postroom.engine.rules.token_budgets import TokenBooks, short_text
@@ -79,7 +78,9 @@ def _why_delayed(transaction: Transaction, stored: Stored) -> str:
                 f": its ordering key is held by message {head.message_id}, which {state}. "
                 "It runs when that one ends."
             )
-        return f": {reasons[-1] if reasons else 'it is parked'}. It runs after a resume."
+        reason = reasons[-1] if reasons else "it is parked"
+        is_held = reason.startswith("rule ")
+        return f": {reason}. It runs after {'the rule is removed' if is_held else 'a resume'}."
     wait_s = max(0, record.due - transaction.steady_ns) / NANOS_PER_S
     if record.state == "RETRYING":
         error = _last_error(stored)
@@ -91,7 +92,7 @@ def _why_delayed(transaction: Transaction, stored: Stored) -> str:
 def _why_queued(operations: Operations, policy: Policy, stored: Stored, services: Mapping[str, str]) -> str:
     transaction, record = operations.transaction, stored.record
     org_id, kind = org_of(record.queue), stored.envelope.type
-    pauses = {tuple(key.split(SEPARATOR)) for key, _ in PAUSES.all(transaction)}
+    pauses = holds.paused(transaction)
     for scope in ((ALL, ALL), (org_id, ALL), (ALL, kind), (org_id, kind)):
         if scope in pauses:
             return f": {_scope(*scope)} is paused. It runs after a resume."

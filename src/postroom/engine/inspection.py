@@ -22,8 +22,9 @@ from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.engine.dlq import moment_us, original_message
 from postroom.engine.messages import body_of, error_history
+from postroom.engine.rules import holds
 from postroom.engine.rules.admission import ALL
-from postroom.engine.rules.cells import CIRCUITS, PAUSES, PRESSURES, SEPARATOR, Pressure, WorkerInfo
+from postroom.engine.rules.cells import CIRCUITS, PRESSURES, SEPARATOR, Pressure, WorkerInfo
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.policy import Policy
 from postroom.errors import InvalidMessage, clipped
@@ -186,7 +187,7 @@ def status_of(
     Without `with_idle`, organizations of which nothing waits are left out, and cost nothing.
     """
     transaction = operations.transaction
-    pauses = [tuple(key.split(SEPARATOR)) for key, _ in PAUSES.all(transaction)]
+    pauses = holds.paused(transaction)
     paused = {org_id for org_id, type_name in pauses if not type_name}
     if org_id is None:
         counted = transaction.lanes.depths() if with_idle else transaction.lanes.active_depths()

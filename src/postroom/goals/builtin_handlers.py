@@ -9,12 +9,14 @@ from postroom.core.names import is_name
 from postroom.engine.core import EngineCore
 from postroom.engine.inspection import info_of
 from postroom.engine.messages import Message
+from postroom.engine.rules import holds
 from postroom.engine.rules.cells import SEPARATOR, HasCells
 from postroom.engine.rules.outcomes import Outcome
 from postroom.engine.rules.policy import Policy
 from postroom.engine.work.handlers import Handler
 from postroom.errors import InvalidSetting, Rejected, UnknownDecision, ValidationError, shown
 from postroom.goals import decisions, internal
+from postroom.goals.advisers.patterns import AdvisedDeadLetters
 from postroom.goals.goal_cells import STATES
 from postroom.goals.goals import Goals
 from postroom.goals.graph import branches
@@ -72,7 +74,13 @@ class BuiltIn:
     """The handlers of one engine."""
 
     def __init__(
-        self, core: EngineCore, goals: Goals, graphs: Graphs, recovery: Recovery, hooks: Hooks
+        self,
+        core: EngineCore,
+        goals: Goals,
+        graphs: Graphs,
+        recovery: Recovery,
+        hooks: Hooks,
+        dead_letters: AdvisedDeadLetters,
     ) -> None:
         self._commits = core.commits
         self._handlers = core.handlers
@@ -80,6 +88,7 @@ class BuiltIn:
         self._goals = goals
         self._graphs = graphs
         self._recovery = recovery
+        self._dead_letters = dead_letters
 
     def register(self) -> None:
         """Register the handlers. A handler of the application replaces the one for memory."""
@@ -163,6 +172,10 @@ class BuiltIn:
                 await self._recovery.failed(payload["goal_id"], payload["message_id"])
             case "recover":
                 await self._recovery.recover(payload["decision_id"])
+            case "dead_letters":
+                await self._follow(payload["decision_id"])
+            case "release":
+                await self._release(payload["rule_id"])
             case "complete":
                 await self._goals.complete(payload["goal_id"])
             case "hook":
@@ -170,6 +183,14 @@ class BuiltIn:
             case other:
                 raise ValidationError(f"goals have no job {other!r}")
         return None
+
+    async def _follow(self, decision_id: str) -> None:
+        decision = await self._commits.read(lambda one: decisions.found(one.transaction, decision_id))
+        await self._dead_letters.follow(decision)
+
+    async def _release(self, rule_id: str) -> None:
+        while await self._commits.write_raw(lambda transaction: holds.release(transaction, rule_id)):
+            pass
 
     async def _advise(self, decision_id: str) -> str:
         try:

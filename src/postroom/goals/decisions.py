@@ -16,6 +16,8 @@ from postroom.core.goals import advice
 from postroom.core.goals.advice import LEARNED_AFTER, Advice, Question
 from postroom.engine.commits import Commits
 from postroom.engine.messages import new_id
+from postroom.engine.rules import holds
+from postroom.engine.rules.cells import Likeness
 from postroom.engine.rules.policy import Policy
 from postroom.errors import InvalidMessage, UnknownDecision, WrongState
 from postroom.goals import internal
@@ -93,7 +95,7 @@ def conclude(
     transaction: Transaction, policy: Policy, decision: Decision, said: Advice, by: DecidedBy
 ) -> Decision:
     """Take a decision, or leave it to a person when the advice is not sure enough."""
-    if by in ("rule", "adviser") and said.confidence < policy.adviser_confidence_min:
+    if by in ("rule", "adviser") and _needs_person(policy, decision, said, by):
         return leave_to_person(transaction, policy, decision, said)
     decided = replace(
         decision,
@@ -112,13 +114,22 @@ def conclude(
     return decided
 
 
+def _needs_person(policy: Policy, decision: Decision, said: Advice, by: DecidedBy) -> bool:
+    if decision.kind == "dead_letter" and (by == "rule" or said.choice == "purge"):
+        return True
+    return said.confidence < policy.adviser_confidence_min
+
+
 def leave_to_person(transaction: Transaction, policy: Policy, decision: Decision, said: Advice) -> Decision:
     """Record a question that a person has to answer within the time limit."""
+    is_sure = said.confidence >= policy.adviser_confidence_min
+    why = "proposed" if is_sure else "the adviser is not sure"
     waiting = replace(
         decision,
         state="waiting",
         confidence=float(said.confidence),
-        reasoning=f"the adviser is not sure: {said.choice} ({said.reasoning})",
+        proposed=said.choice,
+        reasoning=f"{why}: {said.choice} ({said.reasoning})",
         deadline_us=transaction.wall_us + round(policy.decision_timeout_s * MICROS_PER_S),
     )
     _record(transaction, waiting)
@@ -171,11 +182,25 @@ def _apply(transaction: Transaction, policy: Policy, decision: Decision) -> None
                 internal.go_on(transaction, policy, org_id, "complete", goal_id=subject["goal_id"])
         case "reversal_class":
             _classify(transaction, subject["goal_id"], subject["effects"], decision.choice)
+        case "dead_letter":
+            _treat_dead_letters(transaction, policy, decision)
         case "conflict":
             for note_ruling in on_ruling:
                 note_ruling(transaction, policy, decision)
         case _:
             pass
+
+
+def _treat_dead_letters(transaction: Transaction, policy: Policy, decision: Decision) -> None:
+    """Replay or purge dead letters after the commit, or hold messages like them from now on."""
+    subject, org_id = decision.subject, decision.org_id
+    if decision.choice in ("replay", "purge"):
+        internal.go_on(transaction, policy, org_id, "dead_letters", decision_id=decision.decision_id)
+    elif decision.choice == "hold":
+        likeness = Likeness(new_id(), subject["error_type"], subject["service"], subject["payload"])
+        holds.begin(transaction, org_id, subject["type"], likeness)
+        said = f"rule {likeness.rule_id} holds messages of type {subject['type']} like those that failed"
+        transaction.emit("alert", ENGINE_PREFIX + org_id, error_type="Held", error=said)
 
 
 def _classify(transaction: Transaction, goal_id: str, numbers: list[int], choice: str) -> None:
@@ -245,6 +270,7 @@ async def ask(commits: Commits, decision: Decision) -> Decision:
 
 Taken: TypeAlias = list[Decision]
 Rules: TypeAlias = list[LearnedRule]
+Ids: TypeAlias = list[str]
 
 
 class Decisions:
@@ -282,15 +308,34 @@ class Decisions:
         return said
 
     async def rules(self) -> Rules:
-        """The learned rules."""
-        return await self._commits.read(
-            lambda operations: [rule for _, rule in RULES.all(operations.transaction)]
-        )
+        """The rules that are in force: learned ones, and those that hold messages at the door."""
+
+        def work(transaction: Transaction) -> Rules:
+            learned_rules = [rule for _, rule in RULES.all(transaction)]
+            return learned_rules + [_shown_hold(transaction, rule) for rule in holds.in_force(transaction)]
+
+        return await self._commits.read(lambda operations: work(operations.transaction))
+
+    async def held(self, rule_id: str) -> Ids:
+        """The ids of the messages that a rule holds, the oldest first. Raises `UnknownDecision`."""
+
+        def work(transaction: Transaction) -> Ids:
+            if not any(rule.likeness.rule_id == rule_id for rule in holds.in_force(transaction)):
+                raise UnknownDecision(rule_id, "rule that holds messages")
+            return holds.held(transaction, rule_id)
+
+        return await self._commits.read(lambda operations: work(operations.transaction))
 
     async def forget(self, rule_id: str) -> None:
-        """Delete a learned rule. The adviser is asked again about questions that the rule answered."""
+        """Remove a rule. The adviser is asked again, and a worker queues the messages that the rule held."""
+        policy = self._commits.policy
 
         def work(transaction: Transaction) -> None:
+            for held in holds.in_force(transaction):
+                if held.likeness.rule_id == rule_id:
+                    holds.end(transaction, held)
+                    internal.go_on(transaction, policy, held.org_id, "release", rule_id=rule_id)
+                    return
             for key, rule in RULES.all(transaction):
                 if rule.rule_id == rule_id:
                     transaction.cells.put(RULES.name, key, None)
@@ -299,3 +344,18 @@ class Decisions:
             raise UnknownDecision(rule_id, "learned rule")
 
         await self._commits.write_raw(work, makes_room=True)
+
+
+def _shown_hold(transaction: Transaction, rule: holds.HoldRule) -> LearnedRule:
+    likeness = rule.likeness
+    return LearnedRule(
+        rule_id=likeness.rule_id,
+        org_id=rule.org_id,
+        kind="dead_letter",
+        pattern=f"{rule.type} {likeness.error_type}",
+        choice="hold",
+        learned_us=rule.since_us,
+        service=likeness.service,
+        payload=likeness.payload,
+        held=len(holds.held(transaction, likeness.rule_id)),
+    )

@@ -20,8 +20,8 @@ from postroom.engine.rules.policy import CONTROL_TYPES, Policy
 from postroom.engine.work.context import Context, ThreadContext
 from postroom.errors import InvalidMessage, shown
 from postroom.goals.advisers.adviser import Adviser
+from postroom.goals.advisers.patterns import AdvisedDeadLetters
 from postroom.goals.advisers.questions import (
-    AdvisedDeadLetters,
     context_of,
     keeps_priority,
     prompt_additions,
@@ -64,6 +64,7 @@ class BlockingDecisions(BlockingPart[Decisions]):
     show = waits(Decisions.show)
     answer = waits(Decisions.answer)
     rules = waits(Decisions.rules)
+    held = waits(Decisions.held)
     forget = waits(Decisions.forget)
 
 
@@ -186,13 +187,13 @@ class Engine(GlobalQueue):
         """Builds the context of a message. An application may set its own."""
         self.hooks = Hooks()
         self.blocking: BlockingEngine = BlockingEngine(self)
-        BuiltIn(self.core, self.goals, self.graph, self.recovery, self.hooks).register()
+        BuiltIn(self.core, self.goals, self.graph, self.recovery, self.hooks, self.dlq).register()
         additions = self.core.additions
         additions.new_context = partial(HandlerContext, self)
         additions.keeps_priority = partial(keeps_priority, self.core.commits)
         additions.on_finish.append(self.hooks.note_completed)
         additions.before = dict.fromkeys(CONTROL_TYPES, self.sandboxes.follow)
-        additions.loops.append(self.sandboxes.keep_warm)
+        additions.loops += [self.sandboxes.keep_warm, self.dlq.keep_looking]
         additions.closing.append(self.sandboxes.close)
 
     @classmethod

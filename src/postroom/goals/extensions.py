@@ -9,7 +9,7 @@ from typing import Any, Final
 from postroom.engine.rules import extensions
 from postroom.engine.rules.cells import Kind
 from postroom.goals import decisions, operation_registry, progress
-from postroom.goals.goal_cells import CONTEXTS, DECISIONS, MESSAGES, OPEN, STATES, USED
+from postroom.goals.goal_cells import CONTEXTS, DECISIONS, MESSAGES, OPEN, PATTERNS, STATES, USED
 from postroom.stores.transaction import Transaction
 
 KEPT_S: Final = 30 * 86_400.0
@@ -31,7 +31,11 @@ def purge(transaction: Transaction, after: Mapping[str, str]) -> dict[str, str]:
     for key, decision in taken:
         if 0 < decision.decided_us < before_us:
             transaction.cells.put(DECISIONS.name, key, None)
-    return {STATES.name: next_goal, DECISIONS.name: next_decision}
+    patterns, next_pattern = PATTERNS.sweep(transaction, after.get(PATTERNS.name, ""), PURGED_MAX)
+    for key, pattern in patterns:
+        if pattern.last_us < before_us:
+            transaction.cells.put(PATTERNS.name, key, None)
+    return {STATES.name: next_goal, DECISIONS.name: next_decision, PATTERNS.name: next_pattern}
 
 
 extensions.on_submit.append(progress.check)

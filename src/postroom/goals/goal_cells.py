@@ -105,10 +105,12 @@ class Decision(msgspec.Struct, frozen=True, omit_defaults=True):
     subject: dict[str, Any] = {}
     """What the decision is about: goal_id, message_id, node_id, ..."""
     arguments: dict[str, Any] = {}
+    proposed: str = ""
+    """What the adviser or the rules propose to a person."""
 
 
 class LearnedRule(msgspec.Struct, frozen=True):
-    """A decision that was taken so often that it is taken without asking."""
+    """A rule that is in force: a decision that is taken without asking, or messages that are held."""
 
     rule_id: str
     org_id: str
@@ -116,6 +118,34 @@ class LearnedRule(msgspec.Struct, frozen=True):
     pattern: str
     choice: str
     learned_us: int
+    service: str = ""
+    """The service of the messages that are held; empty for any."""
+    payload: dict[str, Any] = {}
+    """What the payloads of held messages have in common."""
+    held: int = 0
+    """How many messages it holds."""
+
+
+class Look(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How far the look at new dead letters is."""
+
+    due_us: int = 0
+    """When workers look again."""
+    since_us: int = 0
+    until_us: int = 0
+    """The times of dead letters that this round counts; 0 between two rounds."""
+    place: int = 0
+    """The number of the last dead letter that this round has looked at."""
+
+
+class SeenPattern(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Dead letters of one type and error type."""
+
+    count: int = 0
+    """Since the last question."""
+    last_us: int = 0
+    message_ids: list[str] = []
+    asked_us: int = 0
 
 
 class Active(msgspec.Struct, frozen=True):
@@ -172,6 +202,9 @@ TALLIES: Final = Kind("goal.tally", Tally)
 """Organization, kind, pattern -> how often the same choice was made in a row."""
 RULES: Final = Kind("goal.rule", LearnedRule)
 """Organization, kind, pattern -> learned rule."""
+LOOKS: Final = Kind("goal.look", Look)
+PATTERNS: Final = Kind("goal.pattern", SeenPattern)
+"""Organization, type, error type -> dead letters."""
 ACTIVE: Final = Kind("conflict.active", Active)
 """Message id -> operation."""
 ACTIVE_ON: Final = Kind("conflict.on", bool)

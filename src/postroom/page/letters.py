@@ -13,7 +13,7 @@ from postroom.core.names import unscoped
 from postroom.engine import dlq
 from postroom.engine.dlq import DeadLetter, FoundLetters
 from postroom.engine.inspection import EngineStatus, status_of
-from postroom.engine.rules.cells import PAUSES, SEPARATOR
+from postroom.engine.rules import holds
 from postroom.engine.rules.operations import Operations
 from postroom.page.messages import PageSize, read
 from postroom.page.redaction import shown_by, shown_name, shown_text
@@ -185,7 +185,7 @@ async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     def look(operations: Operations) -> Preview:
         chosen, is_part = _chosen(operations, request, body)
-        pauses = [tuple(key.split(SEPARATOR)) for key, _ in PAUSES.all(operations.transaction)]
+        pauses = holds.paused(operations.transaction)
         status = status_of(operations, core.policy)
         seen = preview(chosen, status, pauses, core.handlers.services, is_named=body.message_ids is not None)
         return msgspec.structs.replace(seen, notes=[*seen.notes, PART_NOTE]) if is_part else seen

@@ -29,7 +29,7 @@ OPTIONS: Final[dict[QuestionKind, tuple[str, ...]]] = {
     "reversal_class": REVERSAL_CLASSES,
     "merge": ("branch", "main", "base"),
     "conflict": ("run", "wait", "merge", "cancel", "escalate"),
-    "dead_letter": ("keep", "replay", "purge"),
+    "dead_letter": ("keep", "replay", "purge", "hold"),
 }
 ASKS: Final[dict[QuestionKind, str]] = {
     "demotion": "A message failed and is tried again. Does it keep its priority?",
@@ -37,7 +37,8 @@ ASKS: Final[dict[QuestionKind, str]] = {
     "reversal_class": "Can this effect be undone, undone with something left visible, or not at all?",
     "merge": "A goal and main changed the same property. Whose value stays?",
     "conflict": "A message works on what another message works on now. What happens to it?",
-    "dead_letter": "Messages of one type failed for good with one error. What happens to them?",
+    "dead_letter": "Messages of one type failed for good with one error. What happens to them? With hold, "
+    "messages like them wait at the door from now on.",
 }
 """The questions in words, for a model."""
 SAFE: Final[dict[QuestionKind, str]] = {
@@ -179,6 +180,8 @@ def _conflict(facts: dict[str, Any]) -> Advice:
 def _dead_letter(facts: dict[str, Any]) -> Advice:
     if facts.get("error_type") in _TRANSIENT and not facts.get("is_poison"):
         return Advice("replay", 1.0, "the error was of a service that was not available for a while")
+    if "alike" in facts:
+        return Advice("hold", 1.0, "more messages like these would meet the same error")
     return Advice("keep", 1.0, "the same message would meet the same error")
 
 

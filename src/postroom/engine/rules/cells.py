@@ -143,11 +143,24 @@ class Pressure(msgspec.Struct, frozen=True, omit_defaults=True):
     throttle: Throttle = Throttle()
 
 
+class Likeness(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the messages that a rule holds have in common, besides organization and type."""
+
+    rule_id: str
+    error_type: str
+    """That of the dead letters which the rule was made for."""
+    service: str = ""
+    payload: dict[str, Any] = {}
+    """Entries of the payload. A dot stands before a name in an inner object."""
+
+
 class PauseInfo(msgspec.Struct, frozen=True):
     """A pause, and since when."""
 
     since_us: int
     kill: bool = False
+    likeness: Likeness | None = None
+    """What the messages that it stops have in common; None for all of its type."""
 
 
 class KeyEntry(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -322,6 +335,9 @@ CIRCUITS: Final = Kind("engine.breaker", Circuit)
 """Breakers: organization, service -> circuit. An empty organization stands for all of them."""
 PRESSURES: Final = Kind("engine.pressure", Pressure)
 PAUSES: Final = Kind("engine.pause", PauseInfo)
+"""Organization, type -> pause; for a rule that holds some messages of a type also its id."""
+HELD: Final = Kind("engine.held", str)
+"""Rule, number of the message -> message id."""
 PARKED: Final = Kind("engine.parked", str)
 """Messages of a paused type: type, organization, number -> message id."""
 LINES: Final = Kind("engine.line", KeyEntry)

@@ -18,11 +18,12 @@ from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.tokens.token_rules import TokenRules
 from postroom.core.tokens.tokens import QUEUE_LOOK_NS, Grant, Short
 from postroom.engine.messages import Body, body_of
-from postroom.engine.rules import ordering, outcomes
+from postroom.engine.rules import holds, ordering, outcomes
 from postroom.engine.rules.admission import over_budget
 from postroom.engine.rules.breakers import Breakers, Service, service_called
 from postroom.engine.rules.cells import CIRCUITS, GOALS, PARKED, PAUSES, SCAN_MAX, SEPARATOR
 from postroom.engine.rules.extensions import on_claim
+from postroom.engine.rules.holds import HoldRule
 from postroom.engine.rules.policy import Policy
 from postroom.engine.rules.token_budgets import MODEL_CALL, TokenBooks, short_text
 from postroom.errors import GuardTripped
@@ -81,6 +82,7 @@ class Claims:
         """The goals that this claim has met, with the limit that each has used up."""
         self._paused_orgs: set[str] = set()
         self._paused_types: set[tuple[str, str]] = set()
+        self._hold_rules: list[HoldRule] = []
         self._breakers = Breakers(transaction, policy)
         self._filled: list[int] = []
         """Lanes that have messages."""
@@ -151,7 +153,10 @@ class Claims:
 
     def _look_at_rules(self) -> bool:
         """Read pauses; False when everything is paused."""
-        for key, _ in PAUSES.all(self._transaction):
+        for key, pause in PAUSES.all(self._transaction):
+            if rule := holds.rule_of(key, pause):
+                self._hold_rules.append(rule)
+                continue
             org_id, _, type_name = key.partition(SEPARATOR)
             if not org_id and not type_name:
                 return False
@@ -252,7 +257,7 @@ class Claims:
         elif self._paused_types and self._is_paused(org_id, head.type):
             PARKED.put(self._transaction, record.message_id, head.type, org_id, record.seq)
             ordering.park(self._transaction, record.message_id, PAUSED)
-        elif not self._is_next(head):
+        elif (self._hold_rules and self._is_held(org_id, head)) or not self._is_next(head):
             pass
         elif self._has_budgets and (over := self._over_budget(org_id, head)) is not None:
             self._fail(head, str(over), type(over).__name__)
@@ -291,6 +296,16 @@ class Claims:
             return False
         self._transaction.exclusive(PAUSES.name)
         return any(PAUSES.get(self._transaction, *scope) is not None for scope in scopes)
+
+    def _is_held(self, org_id: str, head: Head) -> bool:
+        """Whether a rule holds a message."""
+        body = body_of(head.payload)
+        return body is not None and any(
+            (rule.org_id, rule.type) == (org_id, head.type)
+            and holds.is_alike(self._transaction, rule.likeness, body)
+            and holds.hold(self._transaction, head.record, rule)
+            for rule in self._hold_rules
+        )
 
     def _end(self, record: Record, decide: Callable[[Record, Moment], Step]) -> None:
         [step] = self._transaction.apply(ByIds((record.message_id,)), decide)

@@ -1,12 +1,10 @@
 """Questions to the adviser whose answers a running handler or a worker waits for."""
 
-from collections.abc import Sequence
-from typing import Any, Final, TypeAlias, TypedDict, Unpack
+from typing import Any, Final
 
 from postroom.core.goals import advice
 from postroom.core.goals.advice import Advice, Question
 from postroom.engine.commits import Commits
-from postroom.engine.dlq import DeadLetter, DeadLetters, LetterFilters
 from postroom.engine.messages import Message
 from postroom.engine.rules.cells import EFFECTS as OUTCOMES
 from postroom.errors import Unavailable, UnknownGoal
@@ -126,75 +124,3 @@ async def prompt_additions(commits: Commits, message: Message) -> list[str]:
     return await commits.read(
         lambda operations: PROMPTS.get(operations.transaction, message.org_id, message.agent_id) or []
     )
-
-
-class DeadLetterPattern(TypedDict):
-    """Dead letters of one type and error."""
-
-    type: str
-    error_type: str
-    error: str
-    count: int
-    is_poison: bool
-
-
-class AdvisedPattern(DeadLetterPattern):
-    """What the adviser says about dead letters of one type and error."""
-
-    advice: str
-    reasoning: str
-    message_ids: list[str]
-
-
-Patterns: TypeAlias = list[AdvisedPattern]
-
-PATTERNS_MAX: Final = 100
-EXAMPLES_MAX: Final = 5
-EXAMPLE_CHARS_MAX: Final = 300
-
-
-class AdvisedDeadLetters(DeadLetters):
-    """Dead letters, and what to do about them."""
-
-    async def patterns(self, **filters: Unpack[LetterFilters]) -> Patterns:
-        """What the adviser says about dead letters of the same type and error: keep, replay or purge."""
-        found = []
-        for (kind, error_type), alike in _groups(await self.list(**filters))[:PATTERNS_MAX]:
-            last = alike[-1].error_history[-1:]
-            pattern = DeadLetterPattern(
-                type=kind,
-                error_type=error_type,
-                error=last[0]["error"] if last else "",
-                count=len(alike),
-                is_poison=any(letter.state == "QUARANTINED" for letter in alike),
-            )
-            examples = alike[:EXAMPLES_MAX]
-            facts = {**pattern, "examples": [_example(letter) for letter in examples]}
-            question = advice.question("dead_letter", facts, pattern=f"{kind} {error_type}")
-            said, _ = await said_at_once(self._commits, question)
-            ids = [letter.message_id for letter in examples]
-            found.append(
-                AdvisedPattern(**pattern, advice=said.choice, reasoning=said.reasoning, message_ids=ids)
-            )
-        return found
-
-
-def _example(letter: DeadLetter) -> dict[str, Any]:
-    original = letter.original_message
-    return {
-        "payload": quoted(original.get("payload"), EXAMPLE_CHARS_MAX),
-        "agent_id": original.get("agent_id", ""),
-        "service": original.get("service", ""),
-        "attempts": len(letter.error_history),
-        "error": letter.failure_reason[:EXAMPLE_CHARS_MAX],
-    }
-
-
-def _groups(letters: Sequence[DeadLetter]) -> list[tuple[tuple[str, str], list[DeadLetter]]]:
-    """Dead letters by type and error type."""
-    groups: dict[tuple[str, str], list[DeadLetter]] = {}
-    for letter in letters:
-        error_type = letter.error_history[-1]["error_type"] if letter.error_history else letter.state
-        kind = str(letter.original_message.get("type", ""))
-        groups.setdefault((kind, error_type), []).append(letter)
-    return list(groups.items())
