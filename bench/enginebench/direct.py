@@ -11,6 +11,7 @@ from postroom.engine.rules.claims import Claimed, Claims
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.outcomes import Outcome, OutcomeKind, Usage
 from postroom.engine.rules.policy import REQUEST_TYPES
+from postroom.engine.rules.routes import Route
 from postroom.message import org_of
 from postroom.system.clock import Clock
 
@@ -27,6 +28,7 @@ class Direct:
         self._store = self._engine.store
         self._policy = policy
         self._services = services
+        self._routes = {name: (Route(service),) for name, service in services.items()}
         self._registry = Registry(REQUEST_TYPES)
         self._rotation = Rotation()
 
@@ -46,9 +48,9 @@ class Direct:
 
     def claim(self, limit: int) -> list[Claimed]:
         return self._store.write(
-            lambda transaction: Claims(
-                transaction, self._policy, WORKER, self._rotation, self._services
-            ).claim(limit)
+            lambda transaction: Claims(transaction, self._policy, WORKER, self._rotation, self._routes).claim(
+                limit
+            )
         )
 
     def finish(self, claimed: Iterable[Claimed], kind: OutcomeKind, usage: Usage | None = None) -> None:

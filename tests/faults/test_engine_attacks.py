@@ -413,7 +413,8 @@ def test_second_handler_of_a_type_is_refused() -> None:
         engine.handler("tool_call")(print)
         with pytest.raises(InvalidSetting, match="type tool_call has a handler already: print"):
             engine.handler("tool_call")(lambda _message, _ctx: None)
-        assert engine.core.handlers.registered["tool_call"].run is print
+        [handler] = engine.core.handlers.registered["tool_call"].values()
+        assert handler.run is print
 
 
 def test_stop_of_a_key_needs_a_key() -> None:

@@ -163,6 +163,30 @@ def test_a_server_that_cannot_start_is_retried_and_names_itself(tmp_path: Path) 
     async def check(engine: Engine) -> None:
         with pytest.raises(MessageFailed, match="MCP server gone cannot be reached"):
             await engine.request(**calling("any"), timeout_s=HANG_GUARD_S)
+        with pytest.raises(MessageFailed, match=r"service must be an MCP server \(gone\), not 'other'"):
+            await engine.request(**calling("any"), service="other", timeout_s=HANG_GUARD_S)
+
+    run(engine, check)
+
+
+def test_mcp_servers_and_handlers_of_the_application_share_a_type(tmp_path: Path) -> None:
+    engine = opened(tmp_path)
+
+    @engine.handler("tool_call", service="slack")
+    async def post(_message: Any, _ctx: Any) -> str:
+        return "posted"
+
+    @engine.handler("tool_call", service="test", tool="add")
+    async def add(_message: Any, _ctx: Any) -> str:
+        return "added here"
+
+    async def check(engine: Engine) -> None:
+        count, own = calling("count", steps=1), calling("add", name="x")
+        assert await engine.request(**count, service="slack", timeout_s=HANG_GUARD_S) == "posted"
+        assert "counted" in str(await engine.request(**count, service="test", timeout_s=HANG_GUARD_S))
+        assert await engine.request(**own, service="test", timeout_s=HANG_GUARD_S) == "added here"
+        with pytest.raises(MessageFailed, match=r"service must be an MCP server .*\(slack, test\), not ''"):
+            await engine.request(**count, timeout_s=HANG_GUARD_S)
 
     run(engine, check)
 

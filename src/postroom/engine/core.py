@@ -22,10 +22,13 @@ class EngineCore:
         self.is_in_memory = store.url.startswith("memory:")
         """Whether the store belongs to this process: a forked process has a copy of it."""
         is_lost = not (store.capabilities.survives_kills or self.is_in_memory)  # in memory, all classes are
-        self.registry = Registry(
-            REQUEST_TYPES, urgent="group" if is_lost else "os", payload_keys=PAYLOAD_KEYS
-        )
         self.handlers = Handlers()
+        self.registry = Registry(
+            REQUEST_TYPES,
+            urgent="group" if is_lost else "os",
+            payload_keys=PAYLOAD_KEYS,
+            shapes=self.handlers,
+        )
         self.additions = Additions()
         self.commits = Commits(store, policy)
         self.submits = Submits(store, self.registry, self.commits, self.additions)

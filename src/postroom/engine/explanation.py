@@ -1,7 +1,5 @@
 """Why a message does not move: which rule holds it, and what would release it."""
 
-from collections.abc import Mapping
-
 from postroom.core.lifecycle import poison
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
@@ -9,28 +7,29 @@ from postroom.core.tokens.tokens import Short
 from postroom.engine.messages import Body, body_of, error_history
 from postroom.engine.rules import holds, ordering
 from postroom.engine.rules.admission import ALL
-from postroom.engine.rules.breakers import Breakers, service_called
+from postroom.engine.rules.breakers import Breakers, service_of
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.policy import Policy
+from postroom.engine.rules.routes import Routes
 from postroom.engine.rules.token_budgets import TokenBooks, short_text
 from postroom.message import Record, Stored, org_of
 from postroom.stores.base import LANE_COUNTS
 from postroom.stores.transaction import Transaction
 
 
-def explain(operations: Operations, policy: Policy, message_id: str, services: Mapping[str, str]) -> str:
+def explain(operations: Operations, policy: Policy, message_id: str, routes: Routes) -> str:
     """Which rule holds a message, and what would release it, in one paragraph."""
     stored = operations.loaded(message_id)
     record = stored.record
     named = f"Message {message_id} ({stored.envelope.type}, organization {org_of(record.queue)})"
-    return f"{named} is {record.state}{_why(operations, policy, stored, services)}"
+    return f"{named} is {record.state}{_why(operations, policy, stored, routes)}"
 
 
-def _why(operations: Operations, policy: Policy, stored: Stored, services: Mapping[str, str]) -> str:
+def _why(operations: Operations, policy: Policy, stored: Stored, routes: Routes) -> str:
     record, transaction = stored.record, operations.transaction
     match record.state:
         case "QUEUED":
-            why = _why_queued(operations, policy, stored, services)
+            why = _why_queued(operations, policy, stored, routes)
         case "SCHEDULED" | "RETRYING":
             why = _why_delayed(transaction, stored)
         case "PROCESSING":
@@ -89,7 +88,7 @@ def _why_delayed(transaction: Transaction, stored: Stored) -> str:
     return f": {reason}. It is due in {wait_s:.1f} s."
 
 
-def _why_queued(operations: Operations, policy: Policy, stored: Stored, services: Mapping[str, str]) -> str:
+def _why_queued(operations: Operations, policy: Policy, stored: Stored, routes: Routes) -> str:
     transaction, record = operations.transaction, stored.record
     org_id, kind = org_of(record.queue), stored.envelope.type
     pauses = holds.paused(transaction)
@@ -99,7 +98,7 @@ def _why_queued(operations: Operations, policy: Policy, stored: Stored, services
     if poison.is_poison(record, policy.poison_crashes):
         return ": its own process died too often (poison). The next claim quarantines it."
     body = body_of(stored.envelope.payload)
-    service = service_called(org_id, body.service if body else "", services.get(kind, ""))
+    service = None if body is None else service_of(transaction, routes, kind, org_id, body)
     circuit = Breakers(transaction, policy).held_by(service, record.message_id) if service else None
     if circuit is not None and service is not None:
         left_s = max(0, circuit.open_until - transaction.steady_ns) / NANOS_PER_S

@@ -96,6 +96,7 @@ class GlobalQueue(Closing):
         *,
         timeout_s: float | None = None,
         service: str = "",
+        tool: str = "",
         payload: Shape = None,
         retry: Retry | None = None,
         batch: int = 1,
@@ -104,6 +105,8 @@ class GlobalQueue(Closing):
     ) -> Callable[[F], F]:
         """Register a function as the handler of a message type.
 
+        `service` and `tool` make it the handler of the messages that name them, beside others of the type:
+        the more specific one runs. The tool is a text in the payload.
         `payload` is the shape of the payload. `batch` is how many messages one call gets, collected for
         `within_ms`. `pool` is where a function runs that is not async.
         """
@@ -114,6 +117,7 @@ class GlobalQueue(Closing):
                     run=run,
                     timeout_s=timeout_s,
                     service=service,
+                    tool=tool,
                     payload=payload,
                     retry=retry,
                     batch=batch,
@@ -121,12 +125,8 @@ class GlobalQueue(Closing):
                     pool=pool,
                 )
             )
-            self.register_type(type, payload=handler.payload)
-            if type in self._core.handlers.registered:
-                name = getattr(self._core.handlers.registered[type].run, "__name__", "a function")
-                raise InvalidSetting(f"type {type} has a handler already: {name}")
-            self._core.handlers.registered[type] = handler
-            self._core.handlers.services[type] = handler.service
+            self.register_type(type)
+            self._core.handlers.add(type, handler)
             return run
 
         return register
@@ -157,11 +157,8 @@ class GlobalQueue(Closing):
         The server is a command that speaks MCP over its stdin and stdout, with `env` in its environment, or
         an address, called with `headers`. The payload is `{"tool": name, "arguments": {...}}`.
         """
-        run = self.mcp_servers.handle
-        self.mcp_servers.add(name, command, url, headers, env)
-        if run not in self._core.handlers.own_runs:
-            self.handler("tool_call")(run)
-            self._core.handlers.own_runs.append(run)
+        server = self.mcp_servers.add(name, command, url, headers, env)
+        self._core.handlers.add("tool_call", Handler(run=server.handle, service=name, is_own=True))
 
     def migration(self, from_major: int) -> Callable[[Migration], Migration]:
         """Register a function that turns the fields of one major version into those of the next."""
@@ -255,7 +252,7 @@ class GlobalQueue(Closing):
     async def explain(self, message_id: str) -> str:
         """Which rule holds a message, and what would release it, in one paragraph."""
         return await self._commits.read(
-            lambda operations: explain(operations, self.policy, message_id, self._core.handlers.services)
+            lambda operations: explain(operations, self.policy, message_id, self._core.handlers.registered)
         )
 
     async def status(self) -> EngineStatus:

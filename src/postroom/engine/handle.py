@@ -53,7 +53,7 @@ class Handle:
         """As `Engine.explain`."""
         core = self._core
         return await core.commits.read(
-            lambda operations: explain(operations, core.policy, self.message_id, core.handlers.services)
+            lambda operations: explain(operations, core.policy, self.message_id, core.handlers.registered)
         )
 
     async def __aiter__(self) -> AsyncIterator[Part]:

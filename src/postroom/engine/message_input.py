@@ -7,7 +7,7 @@ import re
 import uuid
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -81,6 +81,13 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         return digest in (self.digest, self.given_digest)
 
 
+class Shapes(Protocol):
+    """Tells the shape of a payload by the handler that will get it."""
+
+    def shape_of(self, type_name: str, service: str, payload: bytes) -> Any:
+        """The shape of the payload of a message that names this service; None for that of its type."""
+
+
 class Registry:
     """The message types of an engine, the shapes of their payloads, and the migrations of old versions."""
 
@@ -90,8 +97,10 @@ class Registry:
         *,
         urgent: Durability = "os",
         payload_keys: Mapping[str, tuple[str, ...]] | None = None,
+        shapes: Shapes | None = None,
     ) -> None:
         """`urgent` is the durability class of P0 messages that name none."""
+        self._shapes = shapes
         self._urgent = urgent
         self.payload_keys = dict(payload_keys or {})
         """Type -> the only keys that its payload may have."""
@@ -151,7 +160,7 @@ class Registry:
             raise UnknownType(type_name, self.types)
         if not isinstance(org_id, str) or not is_name(org_id):
             raise InvalidName("org_id", org_id)
-        payload = self._payload(type_name, given["payload"])
+        payload = self._payload(type_name, get("service"), given["payload"])
         message_id = _message_id(get("message_id"), org_id)
         parent = _text("parent_message_id", get("parent_message_id", ""))
         if parent and unscoped(org_id, parent) == unscoped(org_id, message_id):
@@ -195,20 +204,23 @@ class Registry:
             envelope=envelope, body=body, org_id=org_id, payload=payload, context=context, digest=digest
         )
 
-    def _payload(self, type_name: str, payload: Any) -> bytes:
+    def _payload(self, type_name: str, service: object, payload: Any) -> bytes:
         if not isinstance(payload, dict | msgspec.Struct):
             kind = type(payload).__name__
             raise ValidationError(f"the payload of {type_name} must be a JSON object, not {kind}")
         data = encoded("the payload", payload)
-        if self.types[type_name] is not None:
-            self.shaped(type_name, data)
+        shape = None
+        if self._shapes is not None:
+            shape = self._shapes.shape_of(type_name, service if isinstance(service, str) else "", data)
+        if shape is not None or self.types[type_name] is not None:
+            self.shaped(type_name, data, shape)
         else:
             self._check_keys(type_name, payload)
         return data
 
-    def shaped(self, type_name: str, data: bytes) -> Any:
-        """The payload as its registered shape; a plain object when the type has none."""
-        shape = self.types.get(type_name)
+    def shaped(self, type_name: str, data: bytes, shape: Any = None) -> Any:
+        """The payload in the shape of its handler, or else of its type; a plain object without either."""
+        shape = self.types.get(type_name) if shape is None else shape
         try:
             payload = msgspec.json.decode(data) if shape is None else msgspec.json.decode(data, type=shape)
         except msgspec.DecodeError as error:

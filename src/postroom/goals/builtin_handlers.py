@@ -99,7 +99,7 @@ class BuiltIn:
             WORK: self.work,
         }
         for type_name, run in runs.items():
-            self._handlers.built_in[type_name] = Handler(run=run)
+            self._handlers.built_in[type_name] = Handler(run=run, is_own=True)
 
     # ---- memory --------------------------------------------------------------------------------
 

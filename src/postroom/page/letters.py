@@ -15,6 +15,7 @@ from postroom.engine.dlq import DeadLetter, FoundLetters
 from postroom.engine.inspection import EngineStatus, status_of
 from postroom.engine.rules import holds
 from postroom.engine.rules.operations import Operations
+from postroom.engine.rules.routes import Routes, chosen
 from postroom.page.messages import PageSize, read
 from postroom.page.redaction import shown_by, shown_name, shown_text
 from postroom.server.http.exchange import HttpReply, HttpRequest
@@ -187,7 +188,9 @@ async def replay(server: TaskServer, request: HttpRequest) -> HttpReply:
         chosen, is_part = _chosen(operations, request, body)
         pauses = holds.paused(operations.transaction)
         status = status_of(operations, core.policy)
-        seen = preview(chosen, status, pauses, core.handlers.services, is_named=body.message_ids is not None)
+        seen = preview(
+            chosen, status, pauses, core.handlers.registered, is_named=body.message_ids is not None
+        )
         return msgspec.structs.replace(seen, notes=[*seen.notes, PART_NOTE]) if is_part else seen
 
     seen = await read(server, request, look)
@@ -226,7 +229,7 @@ def preview(
     letters: Sequence[DeadLetter],
     status: EngineStatus,
     pauses: Sequence[tuple[str, ...]],
-    services: dict[str, str],
+    routes: Routes,
     *,
     is_named: bool,
 ) -> Preview:
@@ -239,30 +242,36 @@ def preview(
         [letter.message_id for letter in chosen],
         {f"{org_id}: {kind}": count for (org_id, kind), count in sorted(kinds.items())},
         dict(left_out),
-        _notes([*kinds], status, pauses, services),
+        _notes(
+            {(*_pattern_of(letter)[:2], _service_of(letter, routes)) for letter in chosen}, status, pauses
+        ),
     )
 
 
+def _service_of(letter: DeadLetter, routes: Routes) -> str:
+    """The service that a message names, or else that of its handler. Payloads are not read for it."""
+    named = str(letter.original_message.get("service") or "")
+    known = routes.get(str(letter.original_message.get("type")))
+    route = chosen(known, named, bytes) if known else None
+    return named or (route.service if route else "")
+
+
 def _notes(
-    kinds: Sequence[tuple[str, str]],
-    status: EngineStatus,
-    pauses: Sequence[tuple[str, ...]],
-    services: dict[str, str],
+    calls: set[tuple[str, str, str]], status: EngineStatus, pauses: Sequence[tuple[str, ...]]
 ) -> list[str]:
-    """Reasons why messages of these organizations and types wait."""
+    """Reasons why messages of these organizations, types and services wait."""
     notes = {
         f"{kind} of {org_id} is paused: its messages wait for a resume"
-        for org_id, kind in kinds
+        for org_id, kind, _ in calls
         if {("", ""), (org_id, ""), ("", kind), (org_id, kind)} & set(pauses)
     }
-    for org_id, kind in kinds:
-        service = services.get(kind, "")
+    for org_id, kind, service in calls:
         found = status.breakers.get(service)
         is_held = found is not None and found.state == "open" and found.organizations in ([], [org_id])
         if found is not None and is_held:
             notes.add(
                 f"the breaker of {service} is open: {kind} waits {found.opens_again_s:.0f} s for a probe"
             )
-    if kinds and not status.workers:
+    if calls and not status.workers:
         notes.add("no worker is running: the messages wait until one starts")
     return sorted(notes)

@@ -118,7 +118,7 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
         return {
             "info": info,
             "has_goal": goal is not None,
-            "explanation": explain(operations, core.policy, message_id, core.handlers.services),
+            "explanation": explain(operations, core.policy, message_id, core.handlers.registered),
             "lease_left_s": round(left_ns / NANOS_PER_S, 1) if is_leased else None,
             "tree": tree(operations, stored),
         }

@@ -106,7 +106,8 @@ class HandlerWorld:
             core: EngineCore = testing._core  # noqa: SLF001 - the world is a part of the engine's tests
             assert isinstance(core, InlineCore)
             core.handlers.registered = {
-                name: self._faulty(handler) for name, handler in core.handlers.registered.items()
+                name: {route: self._faulty(handler) for route, handler in of_type.items()}
+                for name, of_type in core.handlers.registered.items()
             }
             return asyncio.run(self._run(core, list(messages)))
 

@@ -47,6 +47,7 @@ from postroom.engine.rules.claims import Claimed, Claims
 from postroom.engine.rules.operations import Operations, Submitted
 from postroom.engine.rules.outcomes import Outcome, OutcomeKind, Usage
 from postroom.engine.rules.policy import REQUEST_TYPES, Guard, Organization, Policy
+from postroom.engine.rules.routes import Route
 from postroom.engine.token_status import status_of
 from postroom.errors import (
     EffectUnknown,
@@ -84,9 +85,11 @@ FLOOD: Final = 12
 ORGANIZATIONS: Final = ("acme", "bolt", "crux")
 TYPES: Final = ("tool_call", "model_call", "memory_save")
 SERVICES: Final = ("", "", "search", "model")
+TOOLS: Final = ("draw", "write", "read")
 TARGETS: Final = ("deploy", "ledger")
-HANDLER_SERVICES: Final = {"model_call": "model"}
-"""Model calls that name no service call the one that their handler declares."""
+ROUTES: Final = {"model_call": (Route("model"), Route("image", "draw"))}
+"""Model calls that name no service call the one that their handler declares. Those with the tool draw have
+another handler."""
 KEYS: Final = ("", "", "", "a", "b")
 GOALS_OF_THE_WORLD: Final = ("g1", "g2")
 MODELS: Final[dict[str, Any]] = {
@@ -337,7 +340,7 @@ class World:
         fields: dict[str, Any] = {
             "type": chance.choice(TYPES),
             "org_id": chance.choice(ORGANIZATIONS),
-            "payload": {"number": chance.randrange(1000)},
+            "payload": {"number": (number := chance.randrange(1000)), "tool": TOOLS[number % len(TOOLS)]},
             "priority": chance.randrange(4),
             "message_id": self._message_id(),
             "goal_id": chance.choice(GOALS_OF_THE_WORLD),
@@ -425,7 +428,7 @@ class World:
         circuits = self._open_circuits()
 
         def work(transaction: Transaction) -> list[Claimed]:
-            return Claims(transaction, policy, worker, rotation, HANDLER_SERVICES).claim(limit)
+            return Claims(transaction, policy, worker, rotation, ROUTES).claim(limit)
 
         claimed = self._store.write(work)
         self._hear({one.record.message_id: one for one in claimed})
@@ -803,7 +806,7 @@ class World:
         body = msgspec.json.decode(stored.envelope.payload)
         return (
             body.keys().isdisjoint({"service", "ordering_key", "operation"})
-            and stored.envelope.type not in HANDLER_SERVICES
+            and stored.envelope.type not in ROUTES
             and not self._is_paused(org_of(record.queue), stored.envelope.type)
         )
 
@@ -937,8 +940,15 @@ def _budgets(chance: random.Random) -> dict[str, Any]:
 
 
 def _service_of(claimed: Claimed) -> Service | None:
-    named = claimed.body.service if claimed.body else ""
-    return service_called(org_of(claimed.record.queue), named, HANDLER_SERVICES.get(claimed.type, ""))
+    """The service of the handler that a message is for, worked out apart from the rules of the engine."""
+    body = claimed.body
+    if body is None:
+        return None
+    declared = ""
+    if claimed.type == "model_call":
+        draws = msgspec.json.decode(body.payload).get("tool") == "draw"
+        declared = "image" if draws and not body.service else "model"
+    return service_called(org_of(claimed.record.queue), body.service, declared)
 
 
 def _scope_of(key: str) -> tuple[str, str]:

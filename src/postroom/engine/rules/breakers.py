@@ -5,13 +5,17 @@ Rule 2: the service of a handler also has a breaker that all organizations share
         organizations fail. A service that only a message names has none: a message can name any service.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 from postroom.core.lifecycle import breaker
 from postroom.core.lifecycle.breaker import CLOSED, Circuit
+from postroom.engine.messages import Body
 from postroom.engine.rules.admission import ALL
+from postroom.engine.rules.bodies import payload_of
 from postroom.engine.rules.cells import CIRCUITS
 from postroom.engine.rules.policy import Policy
+from postroom.engine.rules.routes import Routes, chosen
 from postroom.stores.transaction import Transaction
 
 
@@ -33,6 +37,15 @@ def service_called(org_id: str, named: str, declared: str) -> Service | None:
     """The service of a message: the one that it names, else the one that its handler declares."""
     name = named or declared
     return Service(org_id, name, is_shared=name == declared) if name else None
+
+
+def service_of(
+    transaction: Transaction, routes: Routes, type_name: str, org_id: str, body: Body
+) -> Service | None:
+    """The service of a stored message: the one that it names, else that of the handler that would run it."""
+    known = routes.get(type_name)
+    route = chosen(known, body.service, partial(payload_of, transaction, body)) if known else None
+    return service_called(org_id, body.service, route.service if route else "")
 
 
 class Breakers:

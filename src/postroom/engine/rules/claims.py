@@ -7,7 +7,7 @@ Rule 2: inside a class and inside that share, organizations take turns. Inside a
 Rule 3: a message that must not run now is deferred, quarantined or expired by the claim that meets it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import ceil
 
 import msgspec
@@ -20,11 +20,12 @@ from postroom.core.tokens.tokens import QUEUE_LOOK_NS, Grant, Short
 from postroom.engine.messages import Body, body_of
 from postroom.engine.rules import holds, ordering, outcomes
 from postroom.engine.rules.admission import over_budget
-from postroom.engine.rules.breakers import Breakers, Service, service_called
+from postroom.engine.rules.breakers import Breakers, service_of
 from postroom.engine.rules.cells import CIRCUITS, GOALS, PARKED, PAUSES, SCAN_MAX, SEPARATOR
 from postroom.engine.rules.extensions import on_claim
 from postroom.engine.rules.holds import HoldRule
 from postroom.engine.rules.policy import Policy
+from postroom.engine.rules.routes import Routes
 from postroom.engine.rules.token_budgets import MODEL_CALL, TokenBooks, short_text
 from postroom.errors import GuardTripped
 from postroom.message import Moment, Record, Step, org_of
@@ -40,9 +41,6 @@ SPENDS = b'"tokens":'
 """Every body with tokens contains this; a payload may contain it, too."""
 NAMES_MODELS = b'"models":'
 """Every body that names models contains this; a payload may contain it, too."""
-
-Services = Mapping[str, str]
-"""Message type -> the service that its handler calls."""
 
 
 class Claimed(msgspec.Struct, frozen=True):
@@ -63,13 +61,13 @@ class Claims:
     """The claims of one transaction."""
 
     def __init__(
-        self, transaction: Transaction, policy: Policy, worker_id: str, rotation: Rotation, services: Services
+        self, transaction: Transaction, policy: Policy, worker_id: str, rotation: Rotation, routes: Routes
     ) -> None:
         self._transaction = transaction
         self._policy = policy
         self._worker_id = worker_id
         self._rotation = rotation
-        self._services = services
+        self._routes = routes
         self._lease_ns = round(policy.lease_s * NANOS_PER_S)
         self._ages = policy.promote_after_ns
         self._books = None if policy.token_rules is None else TokenBooks(transaction, policy.token_rules)
@@ -372,10 +370,12 @@ class Claims:
     def _service_admits(self, head: Head) -> bool:
         if not self._breakers.any:  # then no message has to be decoded here
             return True
-        service = self._service_of(head)
+        record, body = head.record, body_of(head.payload)
+        if body is None:
+            return True
+        service = service_of(self._transaction, self._routes, head.type, org_of(record.queue), body)
         if service is None:
             return True
-        record = head.record
         circuit = self._breakers.held_by(service, record.message_id)
         if circuit is None:
             self._breakers.let_through(service, record.message_id, self._lease_ns)
@@ -386,11 +386,6 @@ class Claims:
             return False
         self._defer(record, breaker.wait_ns(circuit, self._transaction.steady_ns), reason)
         return False
-
-    def _service_of(self, head: Head) -> Service | None:
-        body = body_of(head.payload)
-        named = "" if body is None else body.service
-        return service_called(org_of(head.record.queue), named, self._services.get(head.type, ""))
 
     # ---- leasing -------------------------------------------------------------------------------
 

@@ -23,11 +23,12 @@ Call = Callable[[Handler, Any, Any], Awaitable[Any]]
 
 
 class Batches:
-    """Gathers messages of one type until a batch is full or has waited long enough."""
+    """Gathers messages of one handler until a batch is full or has waited long enough."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._open: dict[str, _Batch] = {}
+        self._open: dict[int, _Batch] = {}
+        """By the identity of the handler."""
         self._running: set[asyncio.Task[None]] = set()
         self.waiting = 0
         """Messages that wait for their batch. They use no slot: a batch can be larger than the slots."""
@@ -35,21 +36,21 @@ class Batches:
     async def call(self, handler: Handler, message: Message, context: Context) -> Any:
         """The result of one message of a batch."""
         loop = asyncio.get_running_loop()
-        batch = self._open.get(message.type)
+        batch = self._open.get(id(handler))
         if batch is None:
-            batch = self._open[message.type] = _Batch([], [], [])
-            batch.timer = loop.call_later(handler.within_ms / 1000, self._begin, handler, message.type)
+            batch = self._open[id(handler)] = _Batch([], [], [])
+            batch.timer = loop.call_later(handler.within_ms / 1000, self._begin, handler)
         future: asyncio.Future[Any] = loop.create_future()
         batch.messages.append(message)
         batch.contexts.append(context)
         batch.futures.append(future)
         self.waiting += 1
         if len(batch.messages) >= handler.batch:
-            self._begin(handler, message.type)
+            self._begin(handler)
         return await future
 
-    def _begin(self, handler: Handler, type_name: str) -> None:
-        batch = self._open.pop(type_name, None)
+    def _begin(self, handler: Handler) -> None:
+        batch = self._open.pop(id(handler), None)
         if batch is None:
             return
         self.waiting -= len(batch.messages)

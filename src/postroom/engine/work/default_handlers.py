@@ -53,9 +53,9 @@ def default_handlers(core: "EngineCore") -> dict[str, Handler]:
         return {"agent_id": agent_id, "ended": ended}
 
     return {
-        "agent_message": Handler(run=deliver),
-        "agent_spawn": Handler(run=spawn),
-        "agent_terminate": Handler(run=terminate),
+        "agent_message": Handler(run=deliver, is_own=True),
+        "agent_spawn": Handler(run=spawn, is_own=True),
+        "agent_terminate": Handler(run=terminate, is_own=True),
     }
 
 

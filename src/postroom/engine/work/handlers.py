@@ -16,6 +16,7 @@ from postroom.engine.messages import Message
 from postroom.engine.rules.breakers import Service, service_called
 from postroom.engine.rules.claims import Claimed
 from postroom.engine.rules.outcomes import Outcome, Usage
+from postroom.engine.rules.routes import Route, chosen, tool_of
 from postroom.errors import (
     Bounced,
     EffectUnknown,
@@ -44,11 +45,12 @@ Shape: TypeAlias = Any
 
 
 class Handler(msgspec.Struct, frozen=True, kw_only=True):
-    """What runs for the messages of one type."""
+    """What runs for the messages of one type, or for those of one service or tool among them."""
 
     run: Callable[..., Any]
     timeout_s: float | None = None
     service: str = ""
+    tool: str = ""
     payload: Shape = None
     """The shape of the payload; None leaves it a plain object."""
     retry: Retry | None = None
@@ -58,6 +60,8 @@ class Handler(msgspec.Struct, frozen=True, kw_only=True):
     """How long a batch waits until it is full."""
     pool: Pool = "thread"
     """Where a plain function runs. `process` also runs an async handler in a process of its own."""
+    is_own: bool = False
+    """Whether it is part of postroom: it runs in the worker, whose connections it uses."""
 
     @property
     def is_async(self) -> bool:
@@ -69,25 +73,46 @@ class Handlers:
     """The handlers of one engine."""
 
     def __init__(self) -> None:
-        self.registered: dict[str, Handler] = {}
-        self.services: dict[str, str] = {}
-        """The service that the handler of each type calls."""
+        self.registered: dict[str, dict[Route, Handler]] = {}
         self.built_in: dict[str, Handler] = {}
-        """Handlers of postroom itself. A handler of the application takes precedence."""
-        self.own_runs: list[Callable[..., Any]] = []
-        """Functions of postroom among the handlers of the application."""
+        """Handlers of postroom itself, for messages that no handler of the application fits."""
 
     def share(self, other: "Handlers") -> None:
         """Use the registered handlers of another engine, also later ones."""
-        self.registered, self.services, self.own_runs = other.registered, other.services, other.own_runs
+        self.registered = other.registered
 
-    def of_type(self, type_name: str) -> Handler | None:
-        """The handler of a message type: the registered one, or the default one of the type."""
-        return self.registered.get(type_name) or self.built_in.get(type_name)
+    def add(self, type_name: str, handler: Handler) -> None:
+        """Register a handler."""
+        of_type, route = self.registered.setdefault(type_name, {}), Route(handler.service, handler.tool)
+        if route in of_type:
+            name = getattr(of_type[route].run, "__name__", "a function")
+            what = "".join(f" of {word} {value}" for word, value in route._asdict().items() if value)
+            raise InvalidSetting(f"type {type_name}{what} has a handler already: {name}")
+        of_type[route] = handler
 
-    def is_own(self, type_name: str, handler: Handler) -> bool:
-        """Whether a handler is part of postroom: it runs in the worker, whose connections it uses."""
-        return self.registered.get(type_name) is not handler or handler.run in self.own_runs
+    def find(self, type_name: str, service: str, payload: bytes) -> Handler | None:
+        """The handler of a message that names this service: the one that fits best, or the default one."""
+        of_type = self.registered.get(type_name)
+        route = chosen(of_type, service, lambda: payload) if of_type else None
+        return of_type[route] if of_type and route is not None else self.built_in.get(type_name)
+
+    def shape_of(self, type_name: str, service: str, payload: bytes) -> Shape:
+        """The shape that the handler of a message asks for; None when it takes any object."""
+        handler = self.find(type_name, service, payload) if type_name in self.registered else None
+        return None if handler is None else handler.payload
+
+    def missing(self, type_name: str, service: str, payload: bytes) -> str:
+        """Why no handler runs a message."""
+        of_type = self.registered.get(type_name)
+        if not of_type:
+            return f"no handler for type {type_name}"
+        services = sorted({route.service for route in of_type if route.service})
+        tools = sorted({route.tool for route in of_type if route.tool})
+        kind = "an MCP server or " if any(handler.is_own for handler in of_type.values()) else ""
+        said = [f"service must be {kind}that of a handler ({', '.join(services)}), not {shown(service)}"]
+        if tools:
+            said.append(f"tool one of {', '.join(tools)}, not {shown(tool_of(payload))}")
+        return f"no handler of {type_name} fits: {' and '.join(said if services else said[1:])}"
 
 
 def _takes_two(run: Callable[..., Any]) -> bool:
@@ -124,6 +149,7 @@ def checked_handler(handler: Handler) -> Handler:
 
 def _check_types(handler: Handler) -> None:
     checked_text("service", handler.service)
+    checked_text("tool", handler.tool)
     if type(handler.batch) is not int:
         raise InvalidSetting(f"batch must be a whole number, not {shown(handler.batch)}")
     within_ms = handler.within_ms

@@ -115,6 +115,10 @@ class McpServer:
 
     async def handle(self, message: "Message", context: "Context") -> Any:
         """Call the tool that a message names. Raises `ToolFailed` when the tool says `isError`."""
+        if message.service not in ("", self.name):  # the only handler of a type gets all its messages
+            raise ValidationError(
+                f"service must be an MCP server ({self.name}), not {shown(message.service)}"
+            )
         try:
             given = msgspec.convert(message.payload, ToolCall)
         except msgspec.ValidationError as error:
@@ -211,7 +215,7 @@ def _first(error: BaseException) -> str:
 
 
 class McpServers:
-    """The MCP servers of an engine, and the handler that chooses among them."""
+    """The MCP servers of an engine."""
 
     def __init__(self) -> None:
         self._servers: dict[str, McpServer] = {}
@@ -223,7 +227,8 @@ class McpServers:
         url: str | None,
         headers: Mapping[str, str] | None,
         env: Mapping[str, str] | None,
-    ) -> None:
+    ) -> McpServer:
+        """Note a server. Its `handle` is the handler of its tools."""
         if not isinstance(name, str) or not is_name(name):
             raise InvalidSetting(f"the name of an MCP server must be a name, not {shown(name)}")
         if name in self._servers:
@@ -231,18 +236,9 @@ class McpServers:
         if (command is None) == (url is None) or isinstance(command, str) or command == []:
             raise InvalidSetting("an MCP server has a command, a list of texts, or a url: one of them")
         _check_installed()
-        self._servers[name] = McpServer(name, list(command or ()), url or "", headers or {}, env or {})
-
-    async def handle(self, message: "Message", context: "Context") -> Any:
-        """Call a tool of the server that `service` of the message names."""
-        if not message.service and len(self._servers) == 1:
-            [server] = self._servers.values()
-        elif message.service in self._servers:
-            server = self._servers[message.service]
-        else:
-            known = ", ".join(self._servers)
-            raise ValidationError(f"service must be an MCP server ({known}), not {shown(message.service)}")
-        return await server.handle(message, context)
+        server = McpServer(name, list(command or ()), url or "", headers or {}, env or {})
+        self._servers[name] = server
+        return server
 
     async def close(self) -> None:
         """Close all connections."""

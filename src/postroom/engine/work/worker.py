@@ -268,7 +268,7 @@ class Worker:
         free = self.slots - used if self._may_claim else 0
         if not outcomes and not late and free <= 0:
             return 0
-        services, on_finish = self._handlers.services, self._core.additions.on_finish
+        routes, on_finish = self._handlers.registered, self._core.additions.on_finish
         policy, rotation, worker_id = self._core.policy, self._rotation, self.worker_id
 
         def work(transaction: Transaction) -> Cycle:
@@ -278,7 +278,7 @@ class Worker:
             stale = operations.finish(outcomes, started) if outcomes else []
             for note_outcomes in on_finish:
                 note_outcomes(transaction, policy, outcomes, stale)
-            found = Claims(transaction, policy, worker_id, rotation, services).claim(free) if free > 0 else []
+            found = Claims(transaction, policy, worker_id, rotation, routes).claim(free) if free > 0 else []
             return stale, found, [bodies.apart(transaction, one.body) for one in found]
 
         telemetry = self._core.additions.telemetry
@@ -371,15 +371,14 @@ class Worker:
             given = current(self._core, claimed, claimed.body, apart)
         except InvalidMessage as error:
             return failed(claimed, None, error)
-        handler = self._handlers.of_type(given.type)
+        handler = self._handlers.find(given.type, given.body.service, given.payload)
         if handler is None:
-            return failed(
-                claimed, None, LookupError(f"no handler for type {given.type}"), error_type="NoHandler"
-            )
+            text = self._handlers.missing(given.type, given.body.service, given.payload)
+            return failed(claimed, None, LookupError(text), error_type="NoHandler")
         additions = self._core.additions
         message: Message | None = None
         try:
-            shaped = self._core.registry.shaped(given.type, given.payload)
+            shaped = self._core.registry.shaped(given.type, given.payload, handler.payload)
             context_apart = None if given.context is None else decoded_value(given.context)
             record = claimed.record
             message = message_of(
@@ -391,9 +390,7 @@ class Worker:
             )
             if given.type in additions.before:
                 await additions.before[given.type](message)
-            if needs_process(record, message, handler.pool) and not self._handlers.is_own(
-                given.type, handler
-            ):
+            if not handler.is_own and needs_process(record, message, handler.pool):
                 return await self._alone(claimed, handler, message, context)
             if handler.batch > 1:
                 result = await self._batches.call(handler, message, context)

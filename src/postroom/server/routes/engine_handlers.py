@@ -298,7 +298,7 @@ async def explain(server: TaskServer, request: HttpRequest) -> ExplainAnswer:
     core = server.engine.core
 
     def read(operations: Operations, message_id: str) -> str:
-        return explanation_of(operations, core.policy, message_id, core.handlers.services)
+        return explanation_of(operations, core.policy, message_id, core.handlers.registered)
 
     text = await _read_visible(server, request, read)
     shown = unscoped_text(request.identity.org, text)
