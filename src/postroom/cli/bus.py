@@ -337,7 +337,7 @@ def remove(shell: Shell, name: str, url: str, token: str | None, org_id: str) ->
     """
     from urllib.parse import quote
 
-    from postroom.cli.tasks.places import needed_token
+    from postroom.cli.places import needed_token
     from postroom.client.calls import HttpClient
 
     with HttpClient(url, needed_token(token)) as client:

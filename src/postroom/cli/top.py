@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from postroom.cli.engine.places import store_in
+from postroom.cli.places import needed_token, store_in
 from postroom.cli.server_options import token_option
 from postroom.cli.shell import DATA_DEFAULT, HELP_OPTIONS, Shell, Stopped, json_option, place_option
-from postroom.cli.tasks.places import needed_token
 
 if TYPE_CHECKING:
     from postroom.page.overview import Snapshot
@@ -83,7 +82,7 @@ def _reader(
     from postroom.page.terminal import StoreReader
 
     shell.show_warnings()
-    with Engine.open(store_in(shell, shell.data_place(data), create=False)) as engine:
+    with Engine.open(store_in(shell, shell.data_place(data), "messages", create=False)) as engine:
         yield StoreReader(engine.store, engine.policy).snapshot
 
 

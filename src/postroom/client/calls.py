@@ -69,7 +69,7 @@ class HttpClient:
         may arrive twice.
         """
         path, body = verb.target(_part_of_path)
-        return self._send(verb.route.method, path, body, timeout_s, retries, long_polls)
+        return self._send(verb.route.method, path, body, timeout_s, retries, long_polls, verb)
 
     def request(
         self,
@@ -91,12 +91,13 @@ class HttpClient:
         timeout_s: float | None,
         retries: int | None,
         long_polls: LongPolls | None = None,
+        verb: Verb | None = None,
     ) -> Any:
         data = None if body is None else arguments.json_bytes("the request", body)
         longest_s = self.timeout_s
         if timeout_s is not None:
             longest_s = arguments.positive_seconds("timeout_s", timeout_s)
-        call = Call(method, path, data, self._headers, longest_s, long_polls)
+        call = Call(method, path, data, self._headers, longest_s, long_polls, verb)
         retries = self.retries if retries is None else retries
         for attempt in itertools.count():
             try:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from postroom.calls.verb import Verb
 from postroom.client import arguments
 from postroom.errors import (
     AgentReplaced,
@@ -100,6 +101,7 @@ class Call(NamedTuple):
     headers: dict[str, str]
     timeout_s: float
     long_polls: LongPolls | None = None
+    verb: Verb | None = None
 
     @property
     def aborted(self) -> bool:

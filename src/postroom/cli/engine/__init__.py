@@ -1,7 +1,7 @@
 """`postroom engine`: the global queue. One file for each audience.
 
 A command works on a data folder (`--data`) or through a server (`--url`). Both have the same verbs with the
-same results: `places.Folder` calls the contract, `places.Remote` the HTTP client.
+same results: an engine answers them from the folder, `EngineClient` over HTTP.
 """
 
 import click

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from postroom.cli.engine.options import data_option
+from postroom.cli.places import DATABASE
 from postroom.cli.shell import Shell, StoreAddress, parse_wait
-from postroom.cli.tasks.places import DATABASE
 
 if TYPE_CHECKING:
     from postroom.server.up.engine_load import LoadReport

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
-from postroom.cli.render import warn
-from postroom.cli.shell import Shell, StoreAddress
-from postroom.cli.tasks.places import DATABASE, check_place, needed_token
+from postroom.cli.places import check_place, needed_token, store_in
+from postroom.cli.shell import Shell
 
 if TYPE_CHECKING:
     from postroom.calls.verb import Verb
@@ -118,26 +117,10 @@ def open_engine(shell: Shell, data: Path | None, app: str | None, *, create: boo
         from postroom.server.harness.engine_workers import load_app
 
         return load_app(str(app))
-    store = store_in(shell, data, create=create)
+    store = store_in(shell, data, "messages", create=create)
     if app is None:
         return Engine.open(store)
     from postroom.server.harness.engine_workers import load_app
     from postroom.stores.open import open_store
 
     return load_app(app).on(open_store(store))
-
-
-def store_in(shell: Shell, data: Path, *, create: bool) -> str:
-    """The address of the store of a data folder."""
-    place = shell.store_place(data)
-    if isinstance(place, StoreAddress):
-        return place.url
-    database = data / DATABASE
-    if not database.exists():
-        if not create:
-            from postroom.server.folder.layout import nothing_in
-
-            raise nothing_in(data, "messages")
-        warn(shell.program, f"warning: there was no store in {data}: a new one is made")
-        data.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return f"sqlite:///{database}"

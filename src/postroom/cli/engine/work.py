@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from postroom.cli.engine.places import store_in
+from postroom.cli.places import store_in
 from postroom.cli.server_options import FROM_ENVIRONMENT, STORE_VARIABLE, store_option, with_store
 from postroom.cli.shell import Shell, path_option
 from postroom.cli.tasks.options import FOLDER
@@ -80,7 +80,7 @@ def work(
     shell.show_warnings()
     if data is not None and store is not None:
         raise click.UsageError("--data and --store exclude each other")
-    store = store if data is None else store_in(shell, data.absolute(), create=False)
+    store = store if data is None else store_in(shell, data.absolute(), "messages", create=False)
     engine = load_app(app) if store is None else load_app(app).on(open_store(store))
     if while_stdin:
         stop_with_stdin()

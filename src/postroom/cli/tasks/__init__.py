@@ -1,7 +1,7 @@
 """`postroom tasks`: the task queues of a harness. One file for each audience.
 
 A command works on a data folder (`--data`) or through a harness (`--url`). Both have the same verbs with the
-same results: `places.Folder` calls the contract, `places.Remote` the HTTP protocol.
+same results: `local_client` answers them from the folder, `TaskClient` over HTTP.
 """
 
 import click

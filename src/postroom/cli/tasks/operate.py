@@ -1,15 +1,18 @@
 """For operators: look at queues and tasks, retry and cancel."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from postroom.cli.render import rfc3339, warn
 from postroom.cli.shell import Shell, parse_time
 from postroom.cli.tasks.options import task_argument, where_options
-from postroom.cli.tasks.places import Folder, Remote, open_place
+from postroom.cli.tasks.places import open_place
 from postroom.errors import UnknownTask, WrongState
+
+if TYPE_CHECKING:
+    from postroom.client import TaskClient
 
 LIST_DEFAULT = 100
 PAGE = 1_000  # tasks that are read at once
@@ -43,8 +46,10 @@ def status(shell: Shell, /, **where: Any) -> None:
       postroom tasks status --data run
       postroom tasks status --url http://127.0.0.1:8800 | jq .agents.triage.depth
     """
+    from postroom.calls.tasks import ReadTaskStatus
+
     with open_place(shell, **where) as place:
-        facts = place.status()
+        facts = place.call(ReadTaskStatus())
     if not shell.output.readable:
         shell.output.json_line(facts)
         return
@@ -68,10 +73,11 @@ def show(shell: Shell, /, task_id: str, **where: Any) -> None:
     Example:
       postroom tasks show t-1 --data run
     """
+    from postroom.calls.tasks import ShowTask
     from postroom.core.times import EPOCH, MICROSECOND
 
     with open_place(shell, **where) as place:
-        task = place.show(task_id)
+        task = place.call(ShowTask(task_id=task_id))
     task["history"] = [
         {"at": rfc3339(EPOCH + event["ts_us"] * MICROSECOND), **event} for event in task["history"]
     ]
@@ -131,9 +137,7 @@ def list_tasks(
       postroom tasks list --data run --state DEAD_LETTER
     """
     with open_place(shell, **where) as place:
-        pages = [
-            place.find(agent=agent, state=state, after=after, limit=limit) for state in states or (None,)
-        ]
+        pages = [find(place, agent, state, after, limit) for state in states or (None,)]
     rows = sorted((row for page in pages for row in page), key=lambda row: row["seq"])[:limit]
     columns = ["seq", "task_id", "agent", "status", "state", "attempt", "created_at"]
     shell.output.rows(columns, rows, empty="there is no such task")
@@ -170,18 +174,20 @@ def retry(
       postroom tasks retry --all-dead --data run
       postroom tasks retry --agent triage --since 2026-11-17T08:00:00Z --data run
     """
+    from postroom.calls.tasks import RetryTask
+
     many = all_dead or agent is not None or since is not None
     if many == (task_id is not None):
         raise click.UsageError("give one TASK_ID, or say which dead letters: --all-dead, --agent, --since")
     with open_place(shell, **where) as place:
         if task_id is not None:
-            place.operate("retry", task_id)
+            place.call(RetryTask(task_id=task_id))
             print_retried(shell, task_id)
             return
         retried = skipped = 0
         for dead_letter in dead_letters(place, agent, since):
             try:
-                place.operate("retry", dead_letter)
+                place.call(RetryTask(task_id=dead_letter))
             except (WrongState, UnknownTask) as error:  # another program changed it meanwhile
                 warn(shell.program, f"warning: {error}")
                 skipped += 1
@@ -196,12 +202,23 @@ def print_retried(shell: Shell, task_id: str) -> None:
     shell.output.facts({"task_id": task_id, "action": "retry"}, f"{task_id} is queued, with all its retries")
 
 
-def dead_letters(place: Folder | Remote, agent: str | None, since: Any) -> Iterator[str]:
+def find(
+    place: "TaskClient", agent: str | None, state: str | None, after: int, limit: int
+) -> list[dict[str, Any]]:
+    from postroom.calls.tasks import FindTasks
+
+    given: dict[str, Any] = {"agent": agent, "state": state}
+    named = {name: value for name, value in given.items() if value is not None}
+    found: list[dict[str, Any]] = place.call(FindTasks(**named, after=after, limit=limit))["tasks"]
+    return found
+
+
+def dead_letters(place: "TaskClient", agent: str | None, since: Any) -> Iterator[str]:
     """The ids of dead letters, in the order the tasks were accepted."""
     from postroom.core.times import parse_utc
 
     after = 0
-    while page := place.find(agent=agent, state="DEAD_LETTER", after=after, limit=PAGE):
+    while page := find(place, agent, "DEAD_LETTER", after, PAGE):
         for line in page:
             if since is None or parse_utc(line["ended_at"]) >= since:
                 yield line["task_id"]
@@ -219,8 +236,10 @@ def cancel(shell: Shell, /, task_id: str, **where: Any) -> None:
     Example:
       postroom tasks cancel t-1 --data run
     """
+    from postroom.calls.tasks import CancelTask
+
     with open_place(shell, **where) as place:
-        place.operate("cancel", task_id)
+        place.call(CancelTask(task_id=task_id))
     shell.output.facts({"task_id": task_id, "action": "cancel"}, f"{task_id} is cancelled")
 
 

@@ -2,10 +2,10 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,8 +17,11 @@ from postroom.cli.tasks.options import (
     wait_option,
     where_options,
 )
-from postroom.cli.tasks.places import open_place
+from postroom.cli.tasks.places import open_place, store_tasks
 from postroom.errors import InvalidMessage, reason
+
+if TYPE_CHECKING:
+    from postroom.client import TaskView
 
 BATCH_TASKS = 1_000  # tasks of a file that are stored in one commit
 BATCH_BYTES = 8 * 1024 * 1024  # of lines that go into one request
@@ -73,13 +76,13 @@ def enqueue(
             raise click.UsageError("--batch has its payloads in its lines, and does not wait for them")
         with open_place(shell, data, url, token, create=True) as place:
             for tasks in read_batch(batch, fields["agent"]):
-                print_ids(shell, place.enqueue(tasks), id_only)
+                print_ids(shell, store_tasks(place, tasks, shell), id_only)
         return
     if fields["agent"] is None:
         raise click.UsageError("Missing option '--agent'")
     task = {**fields, "type": kind, "payload": read_json("--payload", payload, payload_file)}
     with open_place(shell, data, url, token, create=True) as place:
-        task_ids = place.enqueue([task])
+        task_ids = store_tasks(place, [task], shell)
         ended = place.wait(task_ids[0], timeout_s) if waits else None
     if ended is None:
         print_ids(shell, task_ids, id_only)
@@ -152,8 +155,11 @@ def wait(shell: Shell, /, task_id: str, timeout_s: float | None, **where: Any) -
     print_end(shell, ended)
 
 
-def print_end(shell: Shell, task: Mapping[str, Any]) -> None:
+def print_end(shell: Shell, ended: "TaskView") -> None:
     """Print the end or the current status of a task; raises when there is no result."""
+    import msgspec
+
+    task = msgspec.to_builtins(ended)
     facts = {name: task[name] for name in ("task_id", "agent", "status", "state", "result", "errors")}
     if shell.output.readable:
         result = json.dumps(task["result"], indent=2, ensure_ascii=False)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from postroom.cli.places import DATABASE
 from postroom.cli.program import Programs
 from postroom.cli.server_options import (
     FROM_ENVIRONMENT,
@@ -21,7 +22,6 @@ from postroom.cli.server_options import (
 )
 from postroom.cli.shell import Shell, parse_rate, parse_wait, path_option
 from postroom.cli.tasks.options import durability_option, needed_folder_option
-from postroom.cli.tasks.places import DATABASE
 from postroom.system.log import library_log
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from postroom.cli.tasks.options import (
     read_json,
     where_options,
 )
-from postroom.cli.tasks.places import check_place, claimed_fields, open_client, open_folder, open_place
+from postroom.cli.tasks.places import claimed_fields, open_place
 
 if TYPE_CHECKING:
     from postroom.client import Task, TaskEnd
@@ -58,8 +58,9 @@ def next_tasks(
       postroom tasks next --data run --agent triage
       postroom tasks next --url http://127.0.0.1:8800 --agent triage --wait-s 30
     """
-    with open_place(shell, **where, agent=agent, worker=worker) as place:
-        claimed = place.claim(agent, worker, limit=limit, wait_s=wait_s, lease_s=lease_s)
+    holder = worker if where["url"] else worker or agent
+    with open_place(shell, **where, agent=agent, worker=holder) as place:
+        claimed = [claimed_fields(task) for task in place.next_tasks(limit, wait_s, lease_s)]
     for task in claimed:
         if not shell.output.readable:
             shell.output.json_line(task)
@@ -67,15 +68,6 @@ def next_tasks(
         facts = {name: task[name] for name in ("lease", "attempt", "type", "parent")}
         payload = json.dumps(task["payload"], indent=2, ensure_ascii=False)
         shell.output.record([task["task_id"]], facts, payload)
-
-
-def report(
-    shell: Shell, verb: str, said: str, task_id: str, lease: int, where: dict[str, Any], **facts: Any
-) -> None:
-    """Make a call of the lease holder, and print that it was made."""
-    with open_place(shell, **where) as place:
-        place.report(verb, task_id, lease, facts)
-    shell.output.facts({"task_id": task_id, "action": verb}, said)
 
 
 @click.command()
@@ -93,7 +85,9 @@ def complete(
       postroom tasks complete t-1 --data run --lease 17 --decision '{"label": "bug"}'
     """
     result = read_json("--decision", decision, decision_file, default=None)
-    report(shell, "complete", f"{task_id} is complete", task_id, lease, where, result=result)
+    with open_place(shell, **where) as place:
+        place.complete_task(task_id, result, lease=lease)
+    shell.output.facts({"task_id": task_id, "action": "complete"}, f"{task_id} is complete")
 
 
 @click.command()
@@ -108,7 +102,9 @@ def heartbeat(shell: Shell, /, task_id: str, lease: int, **where: Any) -> None:
     Example:
       postroom tasks heartbeat t-1 --data run --lease 17
     """
-    report(shell, "heartbeat", f"the lease of {task_id} is renewed", task_id, lease, where)
+    with open_place(shell, **where) as place:
+        place.heartbeat(task_id, lease=lease)
+    shell.output.facts({"task_id": task_id, "action": "heartbeat"}, f"the lease of {task_id} is renewed")
 
 
 @click.command()
@@ -132,8 +128,9 @@ def fail(
     Example:
       postroom tasks fail t-1 --data run --lease 17 --error "no such label" --retry-in-s 60
     """
-    pause = {} if retry_in_s is None else {"retry_in_s": retry_in_s}
-    report(shell, "fail", f"{task_id} has failed", task_id, lease, where, error=error, **pause)
+    with open_place(shell, **where) as place:
+        place.fail_task(task_id, error, retry_in_s, lease=lease)
+    shell.output.facts({"task_id": task_id, "action": "fail"}, f"{task_id} has failed")
 
 
 @click.command()
@@ -148,7 +145,9 @@ def release(shell: Shell, /, task_id: str, lease: int, **where: Any) -> None:
     Example:
       postroom tasks release t-1 --data run --lease 17
     """
-    report(shell, "release", f"{task_id} is queued again", task_id, lease, where)
+    with open_place(shell, **where) as place:
+        place.release_task(task_id, lease=lease)
+    shell.output.facts({"task_id": task_id, "action": "release"}, f"{task_id} is queued again")
 
 
 # ---- a program as an agent -----------------------------------------------------------------------------
@@ -209,8 +208,8 @@ def work(
       postroom tasks work --url http://127.0.0.1:8800 --agent triage --exec './triage.py'
       postroom tasks work --data run --agent echo --exec 'jq .payload' --until-empty
     """
-    from postroom.cli.local_client import LocalClient
     from postroom.client import StopWork, TaskFailed
+    from postroom.client.calls import RETRIES
     from postroom.core.names import checked_name
 
     def handler(task: "Task") -> Any:
@@ -221,19 +220,12 @@ def work(
         except ProgramFailed as error:
             raise TaskFailed(str(error)) from None
 
-    programs = Programs()
-    data = shell.default_place(data, url)
-    check_place(data, url)
     shell.show_warnings()
-    options = {"poll_every_s": poll_every_s, "worker": worker}
-    with ExitStack() as stack:
-        if data is None:
-            client = stack.enter_context(open_client(str(url), agent, token, **options))
-        else:
-            checked_name("agent", agent)
-            tasks = stack.enter_context(open_folder(shell.store_place(data)))
-            client = LocalClient(tasks, agent, **options)
-        stack.enter_context(programs)
+    programs = Programs()
+    if url is None:
+        checked_name("agent", agent)
+    options: dict[str, Any] = {"poll_every_s": poll_every_s, "worker": worker, "retries": RETRIES}
+    with open_place(shell, data, url, token, agent, **options) as client, programs:
         try:
             client.work(handler, on_end=end_printer(shell, agent), **terms)
         except StopWork as error:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from postroom.cli.places import check_place, needed_token
 from postroom.cli.render import rfc3339
 from postroom.cli.server_options import token_option
 from postroom.cli.shell import (
@@ -21,16 +23,13 @@ from postroom.cli.shell import (
     together,
 )
 from postroom.cli.tasks.options import FOLDER, starting_folder
-from postroom.cli.tasks.places import check_place, needed_token
 from postroom.errors import UnknownToken
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from postroom.calls.fields import Role
-    from postroom.calls.tokens import CreateToken, MadeTokenAnswer, TokenLine
-    from postroom.client.calls import HttpClient
-    from postroom.server.access.tokens import NewToken, Permissions, RegisteredToken, TokenRegistry
+    from postroom.calls.tokens import MadeTokenAnswer
+    from postroom.calls.verb import Verb
+    from postroom.server.access.tokens import NewToken
 
 where_options = together(
     path_option("--data", metavar="DIR", text=f"The data folder of the tokens.  {DATA_DEFAULT}", kind=FOLDER),
@@ -123,19 +122,21 @@ def create(
       postroom token create --url https://postroom.example --role operator
       export POSTROOM_TOKEN=$(postroom token create --data run --role admin --token-only)
     """
+    from postroom.calls.server import ReadCaller
     from postroom.calls.tokens import CreateToken
+    from postroom.server.access.tokens import checked_permissions, permissions_of
 
-    with open_tokens(shell, data, url, token) as tokens:
-        org = tokens.organization(org)
+    with open_tokens(shell, data, url, token) as call:
+        org = org or call(ReadCaller()).org
         if role == "agent" and not (agent and org):
             raise click.UsageError("the token of an agent needs --agent NAME and --org NAME")
         _check_effect(role, org, allowed)
-        made = tokens.create(
-            CreateToken(
-                role=role, org=org or None, agent=agent or None, expires_s=expires_s, rate=rate,
-                only_buses=only_bus, read_only=read_only, **allowed,
-            )
+        wanted = CreateToken(
+            role=role, org=org or None, agent=agent or None, expires_s=expires_s, rate=rate,
+            only_buses=only_bus, read_only=read_only, **allowed,
         )  # fmt: skip
+        checked_permissions(role, org, agent, expires_s, rate, permissions_of(wanted))
+        made = call(wanted)
     _print(shell, made, {"role": role, "org": org, "agent": agent}, token_only=token_only)
 
 
@@ -164,8 +165,20 @@ def list_tokens(shell: Shell, data: Path | None, url: str | None, token: str | N
       postroom token list --data run
       postroom token list --url https://postroom.example
     """
-    with open_tokens(shell, data, url, token) as tokens:
-        rows = tokens.list()
+    from postroom.calls.tokens import ListTokens
+    from postroom.server.access.tokens import permissions_of
+
+    with open_tokens(shell, data, url, token) as call:
+        lines = call(ListTokens()).tokens
+    rows = [
+        {
+            "token_id": line.token_id, "role": line.role, "org": line.org, "agent": line.agent,
+            "created": rfc3339(line.created),
+            "expires": None if line.expires is None else rfc3339(line.expires),
+            "rate": line.rate or None, "permissions": permissions_of(line).shown(), "valid": line.valid,
+        }
+        for line in lines
+    ]  # fmt: skip
     columns = ["token_id", "role", "org", "agent", "created", "expires", "rate", "permissions", "valid"]
     shell.output.rows(columns, rows, empty="there is no token yet")
 
@@ -182,8 +195,10 @@ def revoke(shell: Shell, token_id: str, data: Path | None, url: str | None, toke
       postroom token revoke 3fa1dee7a434 --data run
       postroom token revoke 3fa1dee7a434 --url https://postroom.example
     """
-    with open_tokens(shell, data, url, token) as tokens:
-        tokens.revoke(token_id)
+    from postroom.calls.tokens import RevokeToken
+
+    with open_tokens(shell, data, url, token) as call:
+        call(RevokeToken(token_id=token_id))
     shell.output.facts({"token_id": token_id, "revoked": True}, f"{token_id} is revoked")
 
 
@@ -212,8 +227,10 @@ def rotate(
       postroom token rotate 3fa1dee7a434 --data run --overlap-s 3600
       postroom token rotate 3fa1dee7a434 --url https://postroom.example
     """
-    with open_tokens(shell, data, url, token) as tokens:
-        made = tokens.rotate(token_id, overlap_s)
+    from postroom.calls.tokens import RotateToken
+
+    with open_tokens(shell, data, url, token) as call:
+        made = call(RotateToken(token_id=token_id, overlap_s=overlap_s))
     _print(shell, made, {"replaces": token_id}, token_only=token_only)
 
 
@@ -229,137 +246,64 @@ def _print(
 # ---- places ------------------------------------------------------------------------------------------
 
 
-class TokenFolder:
-    """The tokens of a data folder."""
-
-    def __init__(self, shell: Shell, data: Path) -> None:
-        self._shell = shell
-        self._data = data
-
-    def organization(self, org: str) -> str:
-        return org
-
-    def create(self, wanted: "CreateToken") -> "NewToken":
-        from postroom.server.access.registry import Agents
-        from postroom.server.access.tokens import permissions_of
-
-        agents, org, agent = Agents(self._data), wanted.org or "", wanted.agent or ""
-        with starting_folder(self._shell, self._data):
-            made = agents.tokens.create(
-                wanted.role, org, agent, wanted.expires_s, permissions_of(wanted), wanted.rate
-            )
-            agents.adopt(agent, org)
-        return made
-
-    def list(self) -> "list[dict[str, Any]]":
-        from datetime import UTC, datetime
-
-        now = datetime.now(UTC)
-        return [
-            _row(known, known.permissions, known.expires, valid=not known.is_expired(now))
-            for known in self._existing().list()
-        ]
-
-    def revoke(self, token_id: str) -> None:
-        self._existing().revoke(token_id)
-
-    def rotate(self, token_id: str, overlap_s: float) -> "NewToken":
-        return self._existing().rotate(token_id, overlap_s)
-
-    def _existing(self) -> "TokenRegistry":
-        from postroom.server.access.tokens import TokenRegistry
-        from postroom.server.folder.layout import checked_data_folder
-
-        return TokenRegistry(checked_data_folder(self._data))
-
-
-class TokenServer:
-    """The tokens of a server, over HTTP. Changes are sent once: a repeated one could make a second token."""
-
-    def __init__(self, client: "HttpClient") -> None:
-        self._client = client
-
-    def organization(self, org: str) -> str:
-        """The organization of a new token: `org`, or without one the organization of the admin."""
-        from postroom.calls.server import ReadCaller
-
-        return org or str(self._client.call(ReadCaller()).get("org") or "")
-
-    def create(self, wanted: "CreateToken") -> "MadeTokenAnswer":
-        from msgspec.structs import replace
-
-        from postroom.calls.tokens import MadeTokenAnswer
-        from postroom.server.access.tokens import checked_permissions, permissions_of
-
-        org, agent = wanted.org or "", wanted.agent or ""
-        allowed = checked_permissions(
-            wanted.role, org, agent, wanted.expires_s, wanted.rate, permissions_of(wanted)
-        )
-        wanted = replace(
-            wanted,
-            may_send_to=allowed.may_send_to,
-            may_claim=allowed.may_claim,
-            may_read=allowed.may_read,
-            only_message=allowed.only_message,
-            only_buses=allowed.only_buses,
-        )
-        return self._client.converted(self._client.call(wanted, retries=0), MadeTokenAnswer)
-
-    def list(self) -> "list[dict[str, Any]]":
-        from postroom.calls.tokens import ListTokens, TokensAnswer
-        from postroom.server.access.tokens import permissions_of
-
-        found = self._client.converted(self._client.call(ListTokens()), TokensAnswer)
-        return [_row(line, permissions_of(line), line.expires, valid=line.valid) for line in found.tokens]
-
-    def revoke(self, token_id: str) -> None:
-        from postroom.calls.tokens import RevokeToken
-
-        self._client.call(RevokeToken(token_id=_checked(token_id)), retries=0)
-
-    def rotate(self, token_id: str, overlap_s: float) -> "MadeTokenAnswer":
-        from postroom.calls.tokens import MadeTokenAnswer, RotateToken
-
-        verb = RotateToken(token_id=_checked(token_id), overlap_s=overlap_s)
-        return self._client.converted(self._client.call(verb, retries=0), MadeTokenAnswer)
-
-
-def _row(
-    known: "RegisteredToken | TokenLine",
-    permissions: "Permissions",
-    expires: "datetime | None",
-    *,
-    valid: bool,
-) -> dict[str, Any]:
-    return {
-        "token_id": known.token_id, "role": known.role, "org": known.org, "agent": known.agent,
-        "created": rfc3339(known.created), "expires": None if expires is None else rfc3339(expires),
-        "rate": known.rate or None, "permissions": permissions.shown(), "valid": valid,
-    }  # fmt: skip
-
-
-def _checked(token_id: str) -> str:
-    if not (token_id.isascii() and token_id.isalnum()):  # no server has such an id, and no path holds it
-        raise UnknownToken(token_id)
-    return token_id
-
-
 @contextmanager
 def open_tokens(
     shell: Shell, data: Path | None, url: str | None, token: str | None
-) -> Iterator[TokenFolder | TokenServer]:
-    """The tokens of `--data`, or those of the server at `--url`."""
+) -> Iterator[Callable[["Verb"], Any]]:
+    """A function that answers the verbs of tokens, for the folder at `--data` or by the server at `--url`."""
     data = shell.default_place(data, url)
     check_place(data, url, "tokens")
     if data is not None:
         if token is not None:
             raise click.UsageError("--token has no effect on a data folder: leave it out")
-        yield TokenFolder(shell, data)
+        yield partial(_answered, shell, data)
         return
+    from postroom.calls.tokens import RevokeToken
     from postroom.client.calls import HttpClient
 
     with HttpClient(str(url), needed_token(token)) as client:
-        yield TokenServer(client)
+
+        def called(verb: "Verb") -> Any:
+            if isinstance(verb, RevokeToken) and not (verb.token_id.isascii() and verb.token_id.isalnum()):
+                raise UnknownToken(verb.token_id)  # no server has such an id, and no path holds it
+            [(kind,)] = verb.route.answers.values()
+            # Changes are sent once: a repeated one could make a second token.
+            return client.converted(
+                client.call(verb, retries=None if verb.route.method == "GET" else 0), kind
+            )
+
+        yield called
+
+
+def _answered(shell: Shell, data: Path, verb: "Verb") -> Any:
+    """The answer to a verb, from a data folder."""
+    from datetime import UTC, datetime
+
+    from postroom.calls.server import CallerAnswer, ReadCaller
+    from postroom.calls.tokens import CreateToken, ListTokens, RevokeToken, RotateToken, TokensAnswer
+    from postroom.server.access.registry import Agents
+    from postroom.server.access.tokens import TokenRegistry, permissions_of
+    from postroom.server.folder.layout import checked_data_folder
+
+    match verb:
+        case ReadCaller():
+            return CallerAnswer("", "admin", "")
+        case CreateToken(role=role, expires_s=expires_s, rate=rate):
+            agents, org, agent = Agents(data), verb.org or "", verb.agent or ""
+            with starting_folder(shell, data):
+                made = agents.tokens.create(role, org, agent, expires_s, permissions_of(verb), rate)
+                agents.adopt(agent, org)
+            return made
+    tokens = TokenRegistry(checked_data_folder(data))
+    match verb:
+        case ListTokens():
+            now = datetime.now(UTC)
+            return TokensAnswer([known.line(now) for known in tokens.list()])
+        case RotateToken(token_id=token_id, overlap_s=overlap_s):
+            return tokens.rotate(token_id, overlap_s)
+        case RevokeToken(token_id=token_id):
+            return tokens.revoke(token_id)
+    raise TypeError(verb)
 
 
 add_json_option(token)

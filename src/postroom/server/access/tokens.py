@@ -110,6 +110,26 @@ class RegisteredToken(msgspec.Struct, frozen=True):
         """Whether the token is no longer valid."""
         return self.expires is not None and self.expires <= now
 
+    def line(self, now: datetime) -> TokenLine:
+        """What a list of tokens shows of it."""
+        allowed = self.permissions
+        return TokenLine(
+            token_id=self.token_id,
+            role=self.role,
+            org=self.org,
+            agent=self.agent,
+            created=self.created,
+            expires=self.expires,
+            valid=not self.is_expired(now),
+            rate=self.rate,
+            may_send_to=(*self.may_send_to, *allowed.may_send_to),
+            may_claim=allowed.may_claim,
+            may_read=allowed.may_read,
+            only_message=allowed.only_message,
+            only_buses=allowed.only_buses,
+            read_only=allowed.is_read_only,
+        )
+
 
 class NewToken(NamedTuple):
     """A token that was just made, and the id that names it in commands and logs."""

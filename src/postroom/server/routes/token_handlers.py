@@ -15,7 +15,6 @@ from postroom.calls.tokens import (
     MadeTokenAnswer,
     RevokedAnswer,
     RotateToken,
-    TokenLine,
     TokensAnswer,
 )
 from postroom.core.gate import Owner, permit
@@ -31,7 +30,7 @@ async def tokens(server: TaskServer, request: HttpRequest) -> TokensAnswer:
     def listed() -> TokensAnswer:
         known = server.agents.tokens.list()
         seen = [each for each in known if permit(identity, "token.list", Owner(each.org))]
-        return TokensAnswer([_line(each, now) for each in seen])
+        return TokensAnswer([each.line(now) for each in seen])
 
     found: TokensAnswer = await server.on_tokens(request, listed)
     return found
@@ -105,23 +104,3 @@ def _permissions(body: CreateToken, org: str) -> Permissions:
     if given and body.role != "agent" and not org:
         raise InvalidMessage(f"{given[0]} has no effect: an {body.role} of all organizations has every right")
     return permissions_of(body)
-
-
-def _line(token: RegisteredToken, now: datetime) -> TokenLine:
-    allowed = token.permissions
-    return TokenLine(
-        token_id=token.token_id,
-        role=token.role,
-        org=token.org,
-        agent=token.agent,
-        created=token.created,
-        expires=token.expires,
-        valid=not token.is_expired(now),
-        rate=token.rate,
-        may_send_to=(*token.may_send_to, *allowed.may_send_to),
-        may_claim=allowed.may_claim,
-        may_read=allowed.may_read,
-        only_message=allowed.only_message,
-        only_buses=allowed.only_buses,
-        read_only=allowed.is_read_only,
-    )
