@@ -363,6 +363,7 @@ def test_message_without_tokens_whose_model_has_no_budget_runs(tmp_path: Path) -
 # ---- importance ------------------------------------------------------------------------------------
 
 
+@pytest.mark.statement("tokens-borrow", "tokens-exhausted-p0")
 def test_p0_borrows_what_is_free_and_fails_when_that_is_too_little(make: Make) -> None:
     engine = make(tiers=TIERS)
     first = engine.submit(tokens=900, priority=0)
@@ -375,6 +376,7 @@ def test_p0_borrows_what_is_free_and_fails_when_that_is_too_little(make: Make) -
     assert engine.state(second) == "DEAD_LETTER"
 
 
+@pytest.mark.statement("tokens-importance")
 def test_message_that_waits_for_tokens_is_looked_at_again_when_others_come_to_wait_for_it(make: Make) -> None:
     engine = make(tiers=TIERS)
     parent = engine.submit(tokens=350, priority=1)
@@ -387,6 +389,7 @@ def test_message_that_waits_for_tokens_is_looked_at_again_when_others_come_to_wa
     assert engine.state(delayed) == "SCHEDULED"
 
 
+@pytest.mark.statement("tokens-importance")
 def test_children_that_were_stored_before_their_parent_count(make: Make) -> None:
     engine = make(tiers=TIERS)
     parent_id = "019c1c38-a400-7000-81bb-f5acea15a2e3"

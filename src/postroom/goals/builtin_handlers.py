@@ -1,6 +1,6 @@
 """The built-in handlers of an engine: memory in the knowledge graph, and the background work of goals."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -8,17 +8,18 @@ import msgspec
 from postroom.core.names import is_name
 from postroom.engine.core import EngineCore
 from postroom.engine.inspection import info_of
-from postroom.engine.messages import Message
+from postroom.engine.messages import Message, body_of
 from postroom.engine.rules import holds
 from postroom.engine.rules.cells import SEPARATOR, HasCells
+from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.outcomes import Outcome
 from postroom.engine.rules.policy import Policy
 from postroom.engine.work.handlers import Handler
-from postroom.errors import InvalidSetting, Rejected, UnknownDecision, ValidationError, shown
+from postroom.errors import InvalidSetting, Rejected, UnknownDecision, UnknownNode, ValidationError, shown
 from postroom.goals import decisions, internal
 from postroom.goals.advisers.patterns import AdvisedDeadLetters
-from postroom.goals.goal_cells import STATES
-from postroom.goals.goals import Goals
+from postroom.goals.goal_cells import IMPLICIT, STATES
+from postroom.goals.goals import Goals, checked_goal_id
 from postroom.goals.graph import branches
 from postroom.goals.graph.branches import Node
 from postroom.goals.graph.graph import Graphs, View
@@ -106,29 +107,59 @@ class BuiltIn:
     async def memory_save(self, message: Message, _: Any) -> dict[str, Any]:
         """Save a node: `{node_id, properties, edges, scope}`."""
         payload = message.payload
-        view = await self._view(message)
-        try:
-            node = await view.save(
+
+        async def save(view: View) -> Node:
+            return await view.save(
                 payload.get("node_id"),
                 payload.get("properties", {}),
                 payload.get("edges", ()),
                 payload.get("scope", "STAGED"),
             )
-        except Rejected as error:
-            raise ValidationError(str(error)) from error
-        return _as_json(node)
+
+        return await self._written(message, save)
 
     async def memory_update(self, message: Message, _: Any) -> dict[str, Any]:
         """Change a node: `{node_id, changes, scope}`."""
         payload = message.payload
-        view = await self._view(message)
-        try:
-            node = await view.update(
+
+        async def update(view: View) -> Node:
+            return await view.update(
                 payload.get("node_id"), payload.get("changes", {}), payload.get("scope", "STAGED")
             )
+
+        return await self._written(message, update)
+
+    async def _written(self, message: Message, write: Callable[[View], Awaitable[Node]]) -> dict[str, Any]:
+        """Write a node. The reply says when its goal is one that a save has started."""
+        try:
+            if message.payload.get("scope", "STAGED") == "STAGED" and self._commits.policy.implicit_goals:
+                await self._start_goal(message)
+            reply = _as_json(await write(await self._view(message)))
         except Rejected as error:
             raise ValidationError(str(error)) from error
-        return _as_json(node)
+        org_id, goal_id = message.org_id, message.goal_id
+        if await self._commits.read(lambda one: IMPLICIT.get(one.transaction, org_id, goal_id)):
+            reply["implicit_goal"] = goal_id
+        return reply
+
+    async def _start_goal(self, message: Message) -> None:
+        """Start the goal of a save, if its sender named it and nobody has used the id for a goal."""
+        goal_id, payload = message.goal_id, message.payload
+
+        def is_wanted(operations: Operations) -> bool:
+            body = body_of(operations.loaded(message.message_id).envelope.payload)
+            is_named = body is not None and body.in_goal
+            return is_named and STATES.get(operations.transaction, goal_id) is None
+
+        if not await self._commits.read(is_wanted):
+            return
+        checked_goal_id(goal_id)
+        if (
+            message.type == "memory_update"
+            and await (await self._view(message)).get(payload["node_id"]) is None
+        ):
+            raise UnknownNode(payload["node_id"])
+        await self._goals.start_implicitly(message.org_id, goal_id)
 
     async def memory_retrieve(self, message: Message, _: Any) -> dict[str, Any]:
         """Find a node by `node_id`, or nodes by `query`: text that a property or an id contains."""

@@ -172,6 +172,8 @@ class Waiting(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 STATES: Final = Kind("goal.state", Goal)
+IMPLICIT: Final = Kind("goal.implicit", bool)
+"""Organization, goal -> True: a save started the goal, until it ends or somebody starts it."""
 CONTEXTS: Final = Kind("goal.context", GoalContext)
 """Goal, version -> context."""
 CHECKPOINTS: Final = Kind("goal.checkpoint", Checkpoint)

@@ -23,6 +23,7 @@ from postroom.errors import (
     GraphUnavailable,
     InvalidMessage,
     InvalidName,
+    ValidationError,
     shown,
 )
 from postroom.goals import decisions, progress, rollback
@@ -33,6 +34,7 @@ from postroom.goals.goal_cells import (
     CHOICES,
     CONTEXTS,
     EFFECTS,
+    IMPLICIT,
     MESSAGES,
     OPEN,
     PENDING,
@@ -54,6 +56,7 @@ T = TypeVar("T")
 
 LISTED_MAX: Final = 1_000
 MERGE_ROUNDS_MAX: Final = 100
+IMPLICIT_GOALS_MAX: Final = 1_000  # of an organization: each one has a branch until somebody ends it
 
 
 class GoalStatus(msgspec.Struct, frozen=True):
@@ -101,16 +104,29 @@ class Goals:
         if not isinstance(org_id, str) or not is_name(org_id):
             raise InvalidName("org_id", org_id)
         chosen = new_id() if goal_id is None else checked_goal_id(goal_id)
-        value = checked_context(context or {})
-        if not self._graph.is_embedded:
-            known = await self._commits.read(lambda operations: STATES.get(operations.transaction, chosen))
-            if known is None:
-                await self._graph.write(partial(_open_branch, goal_id=chosen, org_id=org_id))
-        await self._write(
-            lambda transaction: start(transaction, org_id, chosen, value, is_embedded=self._graph.is_embedded)
-        )
-        await self._note(chosen)
+        await self._start(org_id, chosen, checked_context(context or {}))
         return chosen
+
+    async def start_implicitly(self, org_id: str, goal_id: str) -> None:
+        """Start a goal because something is saved under it. Raises `ValidationError` at the limit."""
+        await self._commits.read(lambda operations: check_implicit(operations.transaction, org_id, goal_id))
+        await self._start(org_id, goal_id, {}, is_implicit=True)
+
+    async def _start(
+        self, org_id: str, goal_id: str, context: dict[str, Any], *, is_implicit: bool = False
+    ) -> None:
+        is_embedded = self._graph.is_embedded
+        if not is_embedded:
+            known = await self._commits.read(lambda operations: STATES.get(operations.transaction, goal_id))
+            if known is None:
+                await self._graph.write(partial(_open_branch, goal_id=goal_id, org_id=org_id))
+
+        await self._write(
+            lambda transaction: start(
+                transaction, org_id, goal_id, context, is_embedded=is_embedded, is_implicit=is_implicit
+            )
+        )
+        await self._note(goal_id)
 
     async def complete(self, goal_id: str) -> GoalStatus:
         """Merge the branch into main and end the goal.
@@ -329,15 +345,35 @@ def checked_context(value: object) -> dict[str, Any]:
 # ---- in a transaction ------------------------------------------------------------------------------
 
 
+def check_implicit(transaction: Transaction, org_id: str, goal_id: str) -> None:
+    """Refuse to start a goal when saves have started too many that have not ended."""
+    count = len(IMPLICIT.under(transaction, org_id, limit=IMPLICIT_GOALS_MAX))
+    if count == IMPLICIT_GOALS_MAX and STATES.get(transaction, goal_id) is None:
+        raise ValidationError(
+            f"organization {org_id} has {count} goals that saves have started: complete or fail some of them"
+        )
+
+
 def start(
-    transaction: Transaction, org_id: str, goal_id: str, context: dict[str, Any], *, is_embedded: bool = True
+    transaction: Transaction,
+    org_id: str,
+    goal_id: str,
+    context: dict[str, Any],
+    *,
+    is_embedded: bool = True,
+    is_implicit: bool = False,
 ) -> Goal:
-    """Start a goal, unless it was started before."""
+    """Start a goal, unless it was started before. A goal that a save has started gets its context."""
     known = STATES.get(transaction, goal_id)
     if known is not None:
         if known.org_id != org_id:
             raise InvalidMessage(f"the goal id {goal_id!r} is taken by another organization")
+        if not is_implicit and IMPLICIT.get(transaction, org_id, goal_id):
+            IMPLICIT.put(transaction, None, org_id, goal_id)
+            put_context(transaction, goal_id, known, context)
         return known
+    if is_implicit:
+        IMPLICIT.put(transaction, True, org_id, goal_id)  # noqa: FBT003
     goal = Goal(org_id, transaction.wall_us, context_version=1)
     CONTEXTS.put(transaction, GoalContext(context), goal_id, 1)
     STATES.put(transaction, goal, goal_id)
@@ -426,6 +462,7 @@ def end(transaction: Transaction, goal_id: str, state: Any, reason: str = "") ->
         return
     ended = replace(goal, state=state, ended_us=transaction.wall_us)
     STATES.put(transaction, ended, goal_id)
+    IMPLICIT.put(transaction, None, goal.org_id, goal_id)
     for kind in (CHECKPOINTS, EFFECTS, CHOICES):
         kind.drop_under(transaction, goal_id)
     for version in range(max(1, goal.context_version - LISTED_MAX), goal.context_version):

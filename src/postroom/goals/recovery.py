@@ -242,7 +242,7 @@ class Recovery:
             known = PROMPTS.get(transaction, org_id, agent_id) or []
             added = [*(one for one in known if one != text), text][-PROMPTS_MAX:]
             PROMPTS.put(transaction, added, org_id, agent_id)
-            _replay(transaction, message_id)
+            _replay(transaction, goal_id, message_id)
             return added
 
         return await self._commits.write_raw(work, makes_room=True)
@@ -271,7 +271,7 @@ class Recovery:
             if not USED.get(transaction, goal_id, agent_id):
                 USED.put(transaction, True, goal_id, agent_id)  # noqa: FBT003
                 internal.insert(transaction, policy, fields)
-            _replay(transaction, message_id)
+            _replay(transaction, goal_id, message_id)
             return agent_id
 
         return await self._commits.write_raw(work, makes_room=True)
@@ -376,7 +376,13 @@ def _roots(transaction: Transaction, goal_id: str) -> list[str]:
     return roots
 
 
-def _replay(transaction: Transaction, message_id: str) -> None:
+def _replay(transaction: Transaction, goal_id: str, message_id: str) -> None:
+    """Queue a failed step again, after the rollback that is under way: it may undo effects of the step."""
     record = transaction.records.get(message_id) if message_id else None
-    if record is not None and record.state in ("DEAD_LETTER", "QUARANTINED"):
+    plan = ROLLBACKS.get(transaction, goal_id) if goal_id else None
+    if record is None or record.state not in ("DEAD_LETTER", "QUARANTINED"):
+        return
+    if plan is None:
         rollback.replay(transaction, message_id)
+    elif message_id not in plan.resumes:
+        ROLLBACKS.put(transaction, replace(plan, resumes=[*plan.resumes, message_id]), goal_id)

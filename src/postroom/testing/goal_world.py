@@ -19,17 +19,19 @@ import msgspec
 from postroom.core.goals import advice
 from postroom.core.goals.advice import Advice, Question
 from postroom.core.lifecycle.retry import Retry
-from postroom.engine.rules.cells import Kind
+from postroom.engine.rules.cells import Kind, joined
 from postroom.engine.rules.policy import Guard, Policy
 from postroom.errors import GoalEnded, Rejected, RollbackRefused, ValidationError
 from postroom.goals.advisers.adviser import Adviser
 from postroom.goals.engine import Engine, InlineEngine
 from postroom.goals.goal_cells import EFFECTS, OPEN, PENDING, ROLLBACKS, UNDOES
-from postroom.goals.graph.branches import BRANCHES, HISTORY, STAGED, UNDO
+from postroom.goals.graph.branches import BRANCHES, HISTORY, MAIN, STAGED, UNDO
 from postroom.testing.events import check_consistency
 
 STEPS: Final = (8, 25)
 GOALS: Final = ("g1", "g2", "g3")
+IMPLICIT: Final = ("h1", "h2")
+"""Goals that nobody starts: a save does."""
 NODES: Final = ("n1", "n2", "n3")
 DRAIN_ROUNDS_MAX: Final = 50
 
@@ -96,6 +98,7 @@ class GoalWorld:
             self._engine: InlineEngine = engine
             self._register()
             actions = [*[self._step] * 6, self._write, self._write, self._main_changes, self._roll_back]
+            actions += [self._save]
             actions += [self._start, self._roll_back_and_die, self._wait, self._answer]
             actions += [self._complete, self._fail] if self._random.random() < 0.7 else []
             await self._start()
@@ -195,6 +198,19 @@ class GoalWorld:
             except Rejected as error:
                 self._trace.append(f"refused: {error}")
 
+    async def _save(self) -> None:
+        """A message saves something under a goal that perhaps nobody started."""
+        goal_id = self._random.choice(IMPLICIT)
+        if goal_id in self._ended:
+            return
+        payload = {"node_id": f"of {goal_id}", "properties": {"x": self._random.randrange(100)}}
+        await self._engine.submit(type="memory_save", org_id="acme", goal_id=goal_id, payload=payload)
+        self._trace.append(f"saves under {goal_id}")
+        if goal_id not in [one.goal_id for one in await self._engine.goals.list("acme")]:
+            self._broken.append(f"a save did not start goal {goal_id}")
+        elif goal_id not in self._started:
+            self._started.append(goal_id)
+
     async def _main_changes(self) -> None:
         node_id, value = self._random.choice(NODES), self._random.randrange(100)
         await self._engine.graph.main("acme").save(node_id, {"x": value})
@@ -288,6 +304,10 @@ class GoalWorld:
         branches = {key for key, _ in self._engine.store.read(BRANCHES.all)}
         for goal_id in branches & self._ended:
             self._broken.append(f"goal {goal_id} has ended, and its branch is left")
+        main = dict(self._engine.store.read(MAIN.all))
+        for goal_id in IMPLICIT:
+            if joined("acme", f"of {goal_id}") in main and goal_id not in self._ended:
+                self._broken.append(f"a save under goal {goal_id} is in main before the goal has completed")
 
     def _check(self) -> None:
         kinds: tuple[Kind[Any], ...] = (

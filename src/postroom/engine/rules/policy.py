@@ -182,6 +182,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """A person decides when advice has less confidence."""
     decision_timeout_s: Seconds = DECISION_TIMEOUT_S
     """How long a person has to decide until the safe default is taken."""
+    implicit_goals: bool = True
+    """Whether a STAGED save under a goal that its sender named, and nobody started, starts the goal."""
     capacities: Mapping[str, Amount] = {}
     """Resource -> how much of it the operations of an organization may use together."""
     keep_events_s: Kept = KEEP_EVENTS_S
