@@ -9,10 +9,23 @@ from typing import Any
 import pytest
 
 from postroom import Tasks
+from postroom.calls.agents import Beat, ReadInbox, Send
+from postroom.calls.messages import Submit
+from postroom.calls.verb import Verb
 from postroom.errors import InvalidMessage, NotAllowed, TooMany
 from postroom.mcp.backend import LocalBackend
-from postroom.mcp.resources import ANSWER_BYTES_MAX, read
-from postroom.mcp.tools import ClaimArguments, ReplyArguments, WaitForArguments, claim, reply, wait_for
+from postroom.mcp.excerpts import ANSWER_CHARS_MAX, in_lines, labelled
+from postroom.mcp.resources import RESOURCE_CHARS_MAX, read
+from postroom.mcp.tools import (
+    ClaimArguments,
+    ReplyArguments,
+    ResultArguments,
+    WaitForArguments,
+    claim,
+    reply,
+    result,
+    wait_for,
+)
 from postroom.server.access.registry import Agents, Identity
 from postroom.server.access.tokens import TokenRegistry
 from postroom.server.app import TasksApp, create_app
@@ -25,9 +38,9 @@ class Recording(LocalBackend):
 
     pages: list[list[str]]
 
-    async def call(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
-        found = await super().call(method, path, body, **options)
-        if path.rpartition("/")[2].startswith("inbox") and found["messages"]:
+    async def ask(self, verb: Verb, **options: Any) -> Any:
+        found = await super().ask(verb, **options)
+        if isinstance(verb, ReadInbox) and verb.peek and found["messages"]:
             self.pages.append([line["key"] for line in found["messages"]])
         return found
 
@@ -51,9 +64,9 @@ def backend_of(app: TasksApp, name: str) -> Recording:
 
 
 async def asked(ada: Recording, bob: Recording, text: str) -> str:
-    await bob.call("POST", "/engine/agents/bob/beat")
-    body = {"to": "bob", "payload": {"kind": "question", "body": text}}
-    return str((await ada.call("POST", "/engine/agents/ada/messages", body))["message_id"])
+    await bob.ask(Beat(agent_id="bob"))
+    question = Send(agent_id="ada", to="bob", payload={"kind": "question", "body": text})
+    return str((await ada.ask(question))["message_id"])
 
 
 def test_a_tool_that_waits_counts_as_a_stream_and_reads_each_message_once(app: TasksApp) -> None:
@@ -62,8 +75,7 @@ def test_a_tool_that_waits_counts_as_a_stream_and_reads_each_message_once(app: T
             ada, bob = backend_of(app, "ada"), backend_of(app, "bob")
             question_id = await asked(ada, bob, "why?")
             for number in range(3):
-                body = {"to": "ada", "payload": f"{number}"}
-                await bob.call("POST", "/engine/agents/bob/messages", body)
+                await bob.ask(Send(agent_id="bob", to="ada", payload=f"{number}"))
             waits = [
                 asyncio.ensure_future(wait_for(ada, WaitForArguments(id=question_id, wait_s=30)))
                 for _ in range(STREAMS_A_TOKEN_MAX)
@@ -94,8 +106,8 @@ def test_a_tool_that_waits_ends_with_its_token(app: TasksApp, tool: str, *, is_r
             server = app.running_server()
             ada, bob = backend_of(app, "ada"), backend_of(app, "bob")
             question_id = await asked(ada, bob, "why?")
-            message = {"type": "tool_call", "payload": {}, "delay_s": 3600}
-            message_id = (await ada.call("POST", "/engine/messages", message))["message_id"]
+            message = Submit(type="tool_call", payload={}, delay_s=3600)
+            message_id = (await ada.ask(message))["message_id"]
             tokens = TokenRegistry(server.agents.data)
             made = tokens.create("agent", "acme", "ada", expires_s=None if is_revoked else 2.0)
             ending = LocalBackend(app, identified(server, made.token), token=made.token)
@@ -123,15 +135,24 @@ def identified(server: TaskServer, token: str) -> Identity:
     return identity
 
 
-def test_an_answer_has_a_limited_length(app: TasksApp) -> None:
+def test_a_long_message_is_clipped_read_in_parts_and_refused_as_a_resource(app: TasksApp) -> None:
     async def story() -> None:
         async with app.router.lifespan_context(app):
             ada = backend_of(app, "ada")
-            message = {"type": "tool_call", "payload": {"text": "x" * ANSWER_BYTES_MAX}}
-            long = (await ada.call("POST", "/engine/messages", message))["message_id"]
+            text = "".join(map(str, range(RESOURCE_CHARS_MAX // 6)))
+            payload = {"text": text[:30_000]}
+            long = (await ada.ask(Submit(type="tool_call", payload=payload)))["message_id"]
+            first = await result(ada, ResultArguments(id=long, part=1))
+            parts = [
+                (await result(ada, ResultArguments(id=long, part=number)))["text"]
+                for number in range(1, first["parts"] + 1)
+            ]
+            assert json.loads("".join(parts))["message"]["payload"] == payload
+            assert all(len(in_lines(labelled({"text": part}))) <= ANSWER_CHARS_MAX for part in parts)
+            longer = (await ada.ask(Submit(type="tool_call", payload={"text": text * 2})))["message_id"]
             with pytest.raises(InvalidMessage, match="MCP gives at most 2097152"):
-                await read(ada, f"postroom://messages/{long}")
-            short = (await ada.call("POST", "/engine/messages", {**message, "payload": {}}))["message_id"]
+                await read(ada, f"postroom://messages/{longer}")
+            short = (await ada.ask(Submit(type="tool_call", payload={})))["message_id"]
             assert json.loads(await read(ada, f"postroom://messages/{short}"))["message"]["payload"] == {}
 
     asyncio.run(story())

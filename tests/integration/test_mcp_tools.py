@@ -114,7 +114,7 @@ async def ask_and_be_answered(server: Serving, asked: Client) -> dict[str, Any]:
 
     async def reply() -> None:
         [question] = (await awaited(asked, "inbox", "messages"))["messages"]
-        await call(asked, "reply", message_id=question["message_id"], body=PLANT)
+        await call(asked, "reply", message_id=question["id"], body=PLANT)
 
     async with over_http(server, "reviewer") as reviewer:
         asking = asyncio.create_task(answered(reviewer, "bob", "ready?"))
@@ -132,7 +132,6 @@ async def answers_of_tools(server: Serving, ids: list[str], tasks: list[str]) ->
     async with over_http(server, "alice") as alice, over_http(server, "operator") as operator:
         for name in ("who_is_there", "inbox", "wait_for"):
             await use(alice, name)
-        await use(alice, "inbox", budget_tokens=1)
         for message_id in [*ids, *tasks]:
             for name in ("result", "wait_for"):
                 await use(alice, name, id=message_id, wait_s=0)
@@ -140,7 +139,7 @@ async def answers_of_tools(server: Serving, ids: list[str], tasks: list[str]) ->
             await use(alice, "explain", id=message_id)
         await use(alice, "search", text=PLANT)
         await use(alice, "search", where="tasks")
-        await use(alice, "read_bus", bus="planted", budget_tokens=1)
+        await use(alice, "read_bus", bus="planted")
         await use(alice, "claim")
         await use(operator, "dead_letters")
         await use(operator, "replay")
@@ -214,16 +213,18 @@ def test_a_day_of_an_operator_and_its_agents(server: Serving) -> None:
         assert (waiting["kind"], waiting["body"]) == ("question", "how high?")
 
         async def reply() -> None:
-            await call(builder, "reply", message_id=waiting["message_id"], body="3 m")
+            await call(builder, "reply", message_id=waiting["id"], body="3 m")
 
         late, _ = await asyncio.gather(
             call(planner, "wait_for", id=asked["question_id"], wait_s=WAIT_S), reply()
         )
         assert (late["status"], late["from"], late["body"]) == ("answered", "builder", "3 m")
+        assert (await call(planner, "inbox", ack=[late["id"]]))["messages"] == []
         waiting_for_mail = asyncio.create_task(awaited(planner, "wait_for", "messages"))
         await call(builder, "send", to="planner", body="it is on")
         mail = await waiting_for_mail
         assert [message["body"] for message in mail["messages"]] == ["it is on"]
+        assert late["id"] not in mail["ids"]
 
     async def main() -> None:
         async with over_http(server, "planner") as planner, over_http(server, "builder") as builder:

@@ -9,6 +9,7 @@ from postroom.calls.fields import (
     BOUNCES_A_READ_MAX,
     ENQUEUE_BYTES_MAX,
     ENQUEUE_MANY_MAX,
+    LETTERS_A_READ_MAX,
     OPEN_REQUESTS_MAX,
     BounceKey,
     Id,
@@ -87,10 +88,19 @@ class StreamAgent(AgentQuery, frozen=True, kw_only=True):
     )
 
 
+class BeatAnswer(msgspec.Struct, frozen=True):
+    """A heartbeat. `is_new` says that it registered the agent."""
+
+    org_id: str
+    agent_id: str
+    session: int
+    is_new: bool
+
+
 class Beat(AgentQuery, frozen=True, kw_only=True):
     """Note the agent of the token as alive."""
 
-    route: ClassVar[Route] = post("/engine/agents/{id}/beat", "agent.join", AgentAnswer, in_query=True)
+    route: ClassVar[Route] = post("/engine/agents/{id}/beat", "agent.join", BeatAnswer, in_query=True)
 
 
 class Leave(AgentQuery, frozen=True, kw_only=True):
@@ -141,12 +151,14 @@ class InboxAnswer(msgspec.Struct, frozen=True):
 
 
 class ReadInbox(AgentQuery, frozen=True, kw_only=True):
-    """Messages that the agent has not acted on.
+    """Messages that the agent has not acted on. They count as fetched.
 
-    A page begins after the message with the key `after`.
+    A page begins after the message with the key `after`. `peek` leaves no trace.
     """
 
     after: InboxKey | UnsetType = UNSET
+    limit: Annotated[int, Meta(ge=1, le=LETTERS_A_READ_MAX)] = LETTERS_A_READ_MAX
+    peek: bool = False
 
     route: ClassVar[Route] = get(
         "/engine/agents/{id}/inbox", "agent.inbox", InboxAnswer, refusals=(*READ_REFUSED, 409)

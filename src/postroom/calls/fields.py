@@ -24,6 +24,7 @@ LETTERS_MAX = 1_000
 REPLAYED_NAMED_MAX = 1_000  # ids in the answer of one replay
 OPEN_REQUESTS_MAX = 1_000  # of one agent
 BOUNCES_A_READ_MAX = 100
+LETTERS_A_READ_MAX = 100  # messages of an inbox
 NAMES_MAX = 1_000  # in one permission of a token
 TOKENS_MAX = 10**12  # of one message, and of one limit
 PAGE_DEFAULT = 100

@@ -72,17 +72,20 @@ def mcp(
         raise click.UsageError(f"--url needs a token: --token TOKEN, or ${TOKEN_VARIABLE}")
     if role == "agent" and data is not None and not (token or agent):
         raise click.UsageError("--role agent needs --agent NAME, the agent that you act as")
+    from postroom.mcp.greeting import greet
+
+    first = greet()  # before the long imports
     try:
         from postroom.mcp.stdio import owner_identity, serve_folder, serve_url
     except ModuleNotFoundError as error:
         missing = f"MCP needs {error.name}, which is not installed: pip install 'postroom[mcp,server]'"
         raise click.ClickException(missing) from None
     if url is not None:
-        serve_url(url, token, agent, org)
+        serve_url(url, token, agent, org, first)
     elif data is not None:
         from postroom.system.atomic import make_folder
 
         owner = owner_identity(agent, org, role, may_send_to)
         with starting_folder(shell, data):
             make_folder(data, "os")
-        serve_folder(data, token, agent, org, owner, shell.settings.up.store)
+        serve_folder(data, token, agent, org, owner, first, shell.settings.up.store)

@@ -504,12 +504,15 @@ class RemoteAgent:
         """What the recipient has done with a message, each with its time in microseconds."""
         return dict(self._client.call(messages.ReadReceipts(message_id=message_id)))
 
-    def inbox(self) -> list[dict[str, Any]]:
-        """The messages that the agent has not acted on, each with its `key`."""
+    def inbox(self, *, peek: bool = False) -> list[dict[str, Any]]:
+        """The messages that the agent has not acted on, each with its `key`.
+
+        Their senders get the receipt `fetched`, unless this is a `peek`.
+        """
         found: list[dict[str, Any]] = []
         while True:
             after = found[-1]["key"] if found else UNSET
-            page = self._client.call(agents.ReadInbox(**self._own, after=after))["messages"]
+            page = self._client.call(agents.ReadInbox(**self._own, after=after, peek=peek))["messages"]
             if not page:
                 return found
             found += page

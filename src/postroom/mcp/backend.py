@@ -5,11 +5,11 @@ Rule 1: both raise the same errors for the same refusal.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from http import HTTPStatus
 from http.client import HTTPMessage
-from typing import Any, cast
+from typing import Any, ClassVar, TypeVar, cast
 from urllib.parse import quote
 
 import msgspec
@@ -19,7 +19,7 @@ from postroom.calls.fields import Role
 from postroom.calls.server import CallerAnswer, ReadCaller
 from postroom.calls.verb import Verb
 from postroom.client.calls import TIMEOUT_S, HttpClient
-from postroom.client.connections import Call, refusal
+from postroom.client.connections import Call, LongPolls, refusal
 from postroom.core.gate import GATE, refused
 from postroom.errors import InvalidMessage, NotAllowed, PostroomError, shown
 from postroom.server.access.registry import Identity
@@ -31,12 +31,30 @@ ORG_DEFAULT = "default"
 """The organization in which an operator of all organizations acts as an agent."""
 _SUCCESS_BELOW = 300
 
+T = TypeVar("T")
+
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
 
+class Caller:
+    """Whether the caller of a tool is still there."""
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+        self.polls = LongPolls()
+
+    def leave(self) -> None:
+        """End what is done for the caller."""
+        self.left.set()
+        self.polls.abort()
+
+
 class Backend(ABC):
     """The routes as one caller reaches them."""
+
+    _left: ClassVar[set[asyncio.Future[None]]] = set()
+    """Calls whose caller has left. A reference keeps them from being collected."""
 
     def __init__(self, identity: Identity, agent: str, org: str) -> None:
         self.role = identity.role
@@ -61,19 +79,50 @@ class Backend(ABC):
         if why:
             raise NotAllowed(HTTPStatus.FORBIDDEN, why)
 
-    async def ask(self, verb: Verb, *, as_agent: bool = False, wait_s: float = 0.0) -> Any:
-        """The decoded answer to a verb. As `call`."""
-        path, body = verb.target(lambda _, value: quoted(value))
-        return await self.call(verb.route.method, path, body, as_agent=as_agent, wait_s=wait_s)
+    async def ask(
+        self,
+        verb: Verb,
+        *,
+        as_agent: bool = False,
+        wait_s: float = 0.0,
+        put_back: Callable[[Any], Verb] | None = None,
+    ) -> Any:
+        """The decoded answer to a verb; None for an empty one. Raises a `PostroomError` for a refusal.
+
+        `as_agent` makes an operator act as its agent. `wait_s` is how long the route may wait. `put_back` is
+        the verb that undoes the call; it is called with an answer that comes after the caller has left.
+        """
+        caller = Caller()
+        answering = asyncio.ensure_future(self._call(verb, caller, as_agent, wait_s))
+        try:
+            return await asyncio.shield(answering)
+        except asyncio.CancelledError:
+            caller.leave()
+            late = asyncio.ensure_future(self._late(answering, as_agent, put_back))
+            self._left.add(late)
+            late.add_done_callback(self._left.discard)
+            raise
+
+    async def _late(
+        self, answering: "asyncio.Future[Any]", as_agent: bool, put_back: Callable[[Any], Verb] | None
+    ) -> None:
+        with suppress(PostroomError):
+            answer = await answering
+            if answer is not None and put_back is not None:
+                await self.ask(put_back(answer), as_agent=as_agent)
 
     @abstractmethod
-    async def call(
-        self, method: str, path: str, body: Any = None, *, as_agent: bool = False, wait_s: float = 0.0
-    ) -> Any:
-        """The decoded answer of a route; None for an empty one. Raises a `PostroomError` for a refusal.
+    async def _call(self, verb: Verb, caller: Caller, as_agent: bool, wait_s: float) -> Any:
+        """Send a verb. See `ask`."""
 
-        `as_agent` makes an operator act as its agent. `wait_s` is how long the route may wait.
-        """
+    async def attended(self, running: Coroutine[Any, Any, T]) -> T:
+        """The outcome of a tool, which ends early when its caller has left."""
+        return await running
+
+    async def close(self) -> None:
+        """Wait until the calls whose caller has left are over."""
+        while self._left:
+            await asyncio.wait(self._left)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Count a tool that asks again and again as an event stream of the caller, while it waits."""
@@ -93,7 +142,7 @@ class LocalBackend(Backend):
     """The routes of an application in this process, for a caller whose token was checked.
 
     `token` is checked again with each call of the client; empty for a caller that needs none. `client` is
-    where the calls come from.
+    where the calls come from. `gone` is set when the caller has closed its request.
     """
 
     def __init__(
@@ -104,11 +153,26 @@ class LocalBackend(Backend):
         org: str = "",
         token: str = "",
         client: tuple[str, int] | None = None,
+        gone: asyncio.Event | None = None,
     ) -> None:
         self._app = app
+        self._gone = gone
         self._token = token
         self._client = client
         super().__init__(identity, agent, org)
+
+    async def attended(self, running: Coroutine[Any, Any, T]) -> T:
+        if self._gone is None:
+            return await running
+        tool, gone = asyncio.ensure_future(running), asyncio.ensure_future(self._gone.wait())
+        try:
+            await asyncio.wait((tool, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not tool.done():
+                raise InvalidMessage("the caller has closed its request")
+            return tool.result()
+        finally:
+            tool.cancel()
+            gone.cancel()
 
     def begin(self) -> None:
         self.check_token()
@@ -126,13 +190,12 @@ class LocalBackend(Backend):
                 self._app.server, what, error, self._identity, self._client, token=self._token, via="mcp"
             )
 
-    async def call(
-        self, method: str, path: str, body: Any = None, *, as_agent: bool = False, wait_s: float = 0.0
-    ) -> Any:
+    async def _call(self, verb: Verb, caller: Caller, as_agent: bool, wait_s: float) -> Any:
         self.check_token()  # again: a tool that waits makes many calls
+        method, (path, body) = verb.route.method, verb.target(lambda _, value: quoted(value))
         path, _, query = path.partition("?")
         data = b"" if body is None else _encode(body)
-        exchange = _Exchange(data)
+        exchange = _Exchange(data, caller)
         scope = {
             "type": "http",
             "method": method,
@@ -165,17 +228,19 @@ class LocalBackend(Backend):
 class _Exchange:
     """One request to an ASGI application, and its reply."""
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, caller: Caller) -> None:
         self._body: bytes | None = body
+        self._caller = caller
         self.status = 0
         self.headers = HTTPMessage()
         self.reply = b""
 
     async def receive(self) -> Message:
         body, self._body = self._body, None
-        if body is None:  # the caller is still there
-            await asyncio.Future[None]()
-        return {"type": "http.request", "body": body, "more_body": False}
+        if body is not None:
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._caller.left.wait()
+        return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -197,11 +262,10 @@ class RemoteBackend(Backend):
         acting = {"postroom-agent": f"{self.org}/{self.agent}"} if self.is_operator else {}
         self._as_agent = HttpClient(url, token, headers=acting)
 
-    async def call(
-        self, method: str, path: str, body: Any = None, *, as_agent: bool = False, wait_s: float = 0.0
-    ) -> Any:
-        client = self._as_agent if as_agent else self._own
-        return await asyncio.to_thread(client.request, method, path, body, timeout_s=TIMEOUT_S + wait_s)
+    async def _call(self, verb: Verb, caller: Caller, as_agent: bool, wait_s: float) -> Any:
+        verb.target(lambda _, value: quoted(value))  # refuses names with a slash
+        client, polls = self._as_agent if as_agent else self._own, caller.polls if wait_s else None
+        return await asyncio.to_thread(client.call, verb, timeout_s=TIMEOUT_S + wait_s, long_polls=polls)
 
 
 def quoted(text: str) -> str:

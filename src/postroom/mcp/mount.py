@@ -1,6 +1,6 @@
 """MCP over streamable HTTP, mounted in the task server.
 
-Rule 1: the MCP library is imported with the first call, because most servers have no MCP clients.
+Rule 1: the MCP library is imported in a thread: `postroom up` does it at its start, others at the first call.
 Rule 2: there are no sessions. Every request carries its token, so a server that restarts loses nothing.
 Rule 3: the library gets a body that has arrived in full and whose JSON can be decoded quickly.
 """
@@ -25,26 +25,37 @@ from postroom.server.http.exchange import IDENTITY, TOKEN, ClientDisconnected, H
 PATH = "/mcp"
 BODY_BYTES_MAX = 1024 * 1024  # the library decodes bodies in the event loop
 ELEMENTS_MAX = 50_000
+GONE = "postroom.gone"  # the event of a request that its caller has closed
 
 
-def mount(app: TasksApp) -> "McpMount":
-    """The MCP endpoint of a task server. Raises `NoEntry`."""
+def mount(app: TasksApp, *, is_early: bool = False) -> "McpMount":
+    """The MCP endpoint of a task server. Raises `NoEntry`.
+
+    `is_early` imports the library when the server starts, and not with the first call.
+    """
     check_entries()
-    return McpMount(app)
+    return McpMount(app, is_early)
 
 
 class McpMount:
-    """An ASGI application. The library runs in a task of its own, which starts with the first request."""
+    """An ASGI application. The library runs in a task of its own."""
 
     path = PATH
 
-    def __init__(self, app: TasksApp) -> None:
+    def __init__(self, app: TasksApp, is_early: bool) -> None:
         self._app = app
+        self._is_early = is_early
+        self._early: asyncio.Task[Any] | None = None
         self._manager: Any = None
         self._starting = asyncio.Lock()
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._presence = Presence()
+
+    def start(self) -> None:
+        """Import the library, if that is wanted now."""
+        if self._is_early and importlib.util.find_spec("mcp") is not None:
+            self._early = asyncio.create_task(self._started())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if importlib.util.find_spec("mcp") is None:
@@ -62,7 +73,8 @@ class McpMount:
             body = await read_body(server, request, BODY_BYTES_MAX)
             await server.decode_for(request.identity, _check, body)
             manager = await self._started()
-            await manager.handle_request(scope, _again(body, receive), send)
+            gone = scope[GONE] = asyncio.Event()
+            await manager.handle_request(scope, _again(body, receive, gone), send)
         except ClientDisconnected:
             return
         except (Refusal, PostroomError) as error:
@@ -100,11 +112,20 @@ class McpMount:
 
     def _backend(self, context: Any) -> LocalBackend:
         scope = context.request.scope
-        return LocalBackend(self._app, scope[IDENTITY], token=scope[TOKEN], client=scope.get("client"))
+        return LocalBackend(
+            self._app,
+            scope[IDENTITY],
+            token=scope[TOKEN],
+            client=scope.get("client"),
+            gone=scope[GONE],
+        )
 
     async def close(self) -> None:
         """End the library's tasks and the heartbeats."""
         self._stopping.set()
+        if self._early is not None:
+            with suppress(Exception):  # a broken library: every call said so
+                await self._early
         await self._presence.close()
         if self._task is not None:
             with suppress(Exception):
@@ -115,11 +136,16 @@ def _check(body: bytes) -> None:
     check_json("the body", body, BODY_DEPTH_MAX, ELEMENTS_MAX)
 
 
-def _again(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that begins with a body that was read."""
+def _again(body: bytes, receive: Receive, gone: asyncio.Event) -> Receive:
+    """A `receive` that begins with a body that was read. `gone` is set when the caller closes the request."""
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:
-        return unread.pop() if unread else await receive()
+        if unread:
+            return unread.pop()
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            gone.set()
+        return message
 
     return receive_again

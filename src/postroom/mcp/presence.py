@@ -4,7 +4,7 @@ import asyncio
 import time
 from contextlib import suppress
 
-from postroom.calls.agents import Beat
+from postroom.calls.agents import Beat, Leave
 from postroom.errors import PostroomError
 from postroom.mcp.backend import Backend
 
@@ -13,11 +13,17 @@ PRESENT_S = 600.0  # after the last call over HTTP, where nothing shows that a p
 
 
 class Presence:
-    """Sends the heartbeats of agents that used a tool of their team."""
+    """Sends the heartbeats of agents that used a tool of their team.
+
+    An agent that was registered by a heartbeat from here leaves at the end: a program that has ended is not
+    listed as dead. Its messages stay in its inbox.
+    """
 
     def __init__(self, present_s: float = PRESENT_S) -> None:
         self._present_s = present_s
         self._agents: dict[tuple[str, str], tuple[Backend, float]] = {}
+        self._registered: dict[tuple[str, str], int] = {}
+        """The sessions of agents that were registered from here."""
         self._task: asyncio.Task[None] | None = None
 
     def note(self, backend: Backend) -> None:
@@ -29,12 +35,26 @@ class Presence:
     async def _run(self) -> None:
         while True:
             now = time.monotonic()
-            self._agents = {name: one for name, one in self._agents.items() if one[1] > now}
-            for backend, _ in list(self._agents.values()):
+            for name, (backend, until) in list(self._agents.items()):
                 with suppress(PostroomError):  # such as a token that was revoked
-                    backend.check_token()
-                    await beat(backend)
+                    if until > now:
+                        await self.beat(backend)
+                    else:
+                        del self._agents[name]
+                        await self._leave(backend)
             await asyncio.sleep(BEAT_S)
+
+    async def beat(self, backend: Backend) -> None:
+        """Register the agent of a caller, or note that it is alive."""
+        backend.check_token()
+        answer = await backend.ask(Beat(agent_id=backend.agent), as_agent=True)
+        if answer["is_new"]:
+            self._registered[backend.org, backend.agent] = answer["session"]
+
+    async def _leave(self, backend: Backend) -> None:
+        session = self._registered.pop((backend.org, backend.agent), None)
+        if session is not None:
+            await backend.ask(Leave(agent_id=backend.agent, session=session), as_agent=True)
 
     async def close(self) -> None:
         """Send no more heartbeats."""
@@ -43,7 +63,9 @@ class Presence:
             with suppress(asyncio.CancelledError):
                 await self._task
 
-
-async def beat(backend: Backend) -> None:
-    """Register the agent of a caller, or note that it is alive."""
-    await backend.ask(Beat(agent_id=backend.agent), as_agent=True)
+    async def leave(self) -> None:
+        """Send no more heartbeats: the program of these agents has ended."""
+        await self.close()
+        for backend, _ in self._agents.values():
+            with suppress(PostroomError):
+                await self._leave(backend)

@@ -4,17 +4,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-import msgspec
-
 from postroom.core.gate import entry_of
 from postroom.errors import InvalidMessage
 from postroom.mcp.backend import Backend
-from postroom.mcp.excerpts import labelled
-from postroom.mcp.tools import BUDGET_TOKENS_MAX, TOOLS, ReadBusArguments, info_of, read_bus
+from postroom.mcp.excerpts import encoded, labelled
+from postroom.mcp.tools import TOOLS, bus_entries, info_of, whole_of
 
-_encode = msgspec.json.Encoder(enc_hook=str).encode
-
-ANSWER_BYTES_MAX = 2 * 1024 * 1024
+RESOURCE_CHARS_MAX = 2 * 1024 * 1024
 SCHEME = "postroom://"
 
 
@@ -65,13 +61,13 @@ async def read(backend: Backend, uri: str) -> str:
             backend.check(template.entry)
     match kind:
         case "messages":
-            found = await info_of(backend, name)
-            found = {key: value for key, value in found.items() if key != "history"}
+            found = whole_of(await info_of(backend, name))
         case "traces":
             info = await info_of(backend, name)
             found = {"id": name, "state": info["state"], "history": info["history"], "errors": info["errors"]}
         case "buses":
-            found = await read_bus(backend, ReadBusArguments(bus=name, budget_tokens=BUDGET_TOKENS_MAX))
+            entries = await bus_entries(backend, name)
+            found = {"messages": [entry.whole() for entry in entries]}
         case _:
             known = ", ".join(template.uri for template in TEMPLATES)
             raise InvalidMessage(f"there is no resource {uri[:200]!r}: use one of {known}")
@@ -79,13 +75,14 @@ async def read(backend: Backend, uri: str) -> str:
 
 
 def answer_text(found: dict[str, Any]) -> str:
-    """An answer as JSON. Raises `InvalidMessage` when it is too long."""
-    data = _encode(found)
-    if len(data) > ANSWER_BYTES_MAX:
+    """A resource as JSON. Raises `InvalidMessage` when it is too long."""
+    text = encoded(found)
+    if len(text) > RESOURCE_CHARS_MAX:
         raise InvalidMessage(
-            f"the answer has {len(data)} bytes, and MCP gives at most {ANSWER_BYTES_MAX}: read it over HTTP"
+            f"the resource has {len(text)} characters, and MCP gives at most {RESOURCE_CHARS_MAX}: "
+            "read it over HTTP"
         )
-    return data.decode()
+    return text
 
 
 # ---- prompts -----------------------------------------------------------------------------------------
@@ -109,7 +106,8 @@ PROMPTS: Sequence[Prompt] = (
 
 1. Call who_is_there. It shows your own name and who else is alive, and makes you visible.
 2. Call read_bus with bus "{team}" and read what was decided so far. Keep the cursor.
-3. Call inbox. Answer each message of kind "question" with reply. Then call inbox with its cursor.
+3. Call inbox. Answer each message of kind "question" with reply. Then call inbox with ack and the ids of
+   the messages that you have dealt with.
 4. Ask others with ask, tell one agent with send, and tell all with post on the bus "{team}".
 5. Give work away with enqueue. Get your own work with claim, and end every task with complete or fail.
 6. While you wait, call wait_for. Do not call the same tool again and again.

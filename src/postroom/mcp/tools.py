@@ -3,11 +3,12 @@
 Rule 1: the docstring of a struct is the description of its tool, and says all that an agent has to know.
 Rule 2: an answer that can have text of others is `labelled`.
 Rule 3: a tool waits at most `WAIT_S_MAX`. An answer that is not there yet says which call to make next.
+Rule 4: only an acknowledgement by id removes a message from an inbox.
 """
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,10 +22,9 @@ from postroom.core.fieldfaults import field_fault
 from postroom.core.gate import GATE
 from postroom.errors import InvalidMessage, UnknownTask
 from postroom.mcp.backend import Backend, quoted
-from postroom.mcp.excerpts import Excerpt, labelled, page
+from postroom.mcp.excerpts import Excerpt, encoded, labelled, page
 
-BUDGET_TOKENS = 2_000
-BUDGET_TOKENS_MAX = 200_000
+PART_CHARS = 6_000  # of the whole of a message, in one answer of result
 BUS_PAGE = 200  # messages of a bus that one call reads
 SEARCH_PAGE_MAX = 100
 INBOX_POLL_S = 0.1  # at first; then half as long again each time
@@ -32,37 +32,33 @@ INBOX_POLL_S_MAX = 0.5
 
 _ENDED = ("COMPLETED", "EXECUTING", "DONE", "DEAD_LETTER", "CANCELLED", "EXPIRED", "QUARANTINED")
 
-Wait = Annotated[float, Meta(ge=0, le=WAIT_S_MAX, description="Seconds to wait, 0 to 30.")]
-Budget = Annotated[
-    int,
-    Meta(
-        ge=1,
-        le=BUDGET_TOKENS_MAX,
-        description="About how many tokens of messages to return. The rest is summed up.",
-    ),
-]
-TaskId = Annotated[str, Meta(min_length=1, description="The task_id that claim returned.")]
-Limit = Annotated[
-    int, Meta(ge=1, le=SEARCH_PAGE_MAX, description=f"At most this many, 1 to {SEARCH_PAGE_MAX}.")
-]
+ANY_JSON = ["string", "object", "array", "number", "boolean", "null"]
+SHOWN_OF_A_FIELD = ("type", "description", "enum", "items", "anyOf")
+IGNORED = frozenset({"wait_for_previous"})
+"""Arguments that agent programs add to every call (Gemini CLI)."""
+
+Wait = Annotated[float, Meta(ge=0, le=WAIT_S_MAX, description="Seconds to wait.")]
+TaskId = Annotated[str, Meta(min_length=1, description="From claim.")]
+Limit = Annotated[int, Meta(ge=1, le=SEARCH_PAGE_MAX, description="At most this many.")]
 OnlyType = Annotated[str, Meta(description="Only this message type.")]
-OnlyErrorType = Annotated[str, Meta(description="Only letters whose last error has this type.")]
+OnlyErrorType = Annotated[str, Meta(description="Only with this last error.")]
 OnlyOrg = Annotated[str, Meta(description="Only this organization.")]
-OnlyGoal = Annotated[str, Meta(description="Only this goal.")]
-OnlyAgent = Annotated[str, Meta(description="Only messages of this agent.")]
-OnlyService = Annotated[str, Meta(description="Only letters whose last attempt called this service.")]
-OnlyFailure = Annotated[str, Meta(description="Only letters with this text in their failure reason.")]
-Priority = Annotated[int, Meta(ge=0, le=3, description="0 is the most urgent, 3 the least.")]
-AnyId = Annotated[str, Meta(min_length=1, description="The id that submit, enqueue or ask returned.")]
-AgentName = Annotated[str, Meta(min_length=1, description="The name of the agent, as who_is_there shows it.")]
-Content = Annotated[Any, Meta(description="Text or any JSON value.")]
+OnlyGoal = Annotated[str, Meta(description="Only of this goal.")]
+OnlyAgent = Annotated[str, Meta(description="Only of this agent.")]
+OnlyService = Annotated[str, Meta(description="Only of this service.")]
+OnlyFailure = Annotated[str, Meta(description="Only with this text in the reason.")]
+Priority = Annotated[int, Meta(ge=0, le=3, description="0 is the most urgent.")]
+AnyId = Annotated[str, Meta(min_length=1, description="From submit, enqueue, ask or inbox.")]
+AgentName = Annotated[str, Meta(min_length=1, description="As who_is_there shows it.")]
+Content = Annotated[Any, Meta(description="Text or any JSON value.", extra_json_schema={"type": ANY_JSON})]
+Cursor = Annotated[str, Meta(description="Of the last answer: reads on after it.")]
 
 
 class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The arguments of a tool."""
 
 
-Run = Callable[[Backend, Any], Awaitable[dict[str, Any]]]
+Run = Callable[[Backend, Any], Coroutine[Any, Any, dict[str, Any]]]
 
 
 class Tool(NamedTuple):
@@ -91,10 +87,7 @@ class Tool(NamedTuple):
 
 
 class SendArguments(Arguments, frozen=True, kw_only=True):
-    """Send a message to another agent of your organization. It waits in the inbox of that agent.
-
-    Use ask instead when you need an answer.
-    """
+    """Send a message to the inbox of another agent. Use ask when you need an answer."""
 
     to: AgentName
     body: Content
@@ -112,42 +105,69 @@ async def _send(backend: Backend, to: str, payload: dict[str, Any], priority: in
 
 
 class InboxArguments(Arguments, frozen=True, kw_only=True):
-    """Read the messages that other agents sent you, the oldest first.
+    """Read your messages, the oldest first. Each stays until you ack its id. Reply to a "question"."""
 
-    Messages stay in the inbox until you call inbox again with the cursor of the answer: everything up to that
-    cursor is then removed. You have read everything when `complete` is true (cursor equals high_water).
-    Answer a message of kind "question" with reply.
-    """
-
-    cursor: Annotated[str, Meta(pattern="^[0-9]{0,18}$", description="The cursor of the last answer.")] = ""
-    budget_tokens: Budget = BUDGET_TOKENS
+    ack: Annotated[list[str], Meta(description="The ids of messages that you have dealt with.")] = []
+    peek: Annotated[bool, Meta(description="Look, and tell the senders nothing.")] = False
+    cursor: Annotated[
+        str, Meta(pattern="^[0-9]{0,18}$", description="Of the last answer: reads on after it.")
+    ] = ""
     wait_s: Wait = 0.0
 
 
 async def inbox(backend: Backend, given: InboxArguments) -> dict[str, Any]:
-    lines = await _lines(backend)
-    acted_on = [line["key"] for line in lines if given.cursor and int(line["key"]) <= int(given.cursor)]
-    await _done(backend, acted_on)
-    unread = lines[len(acted_on) :]
-    if not unread and given.wait_s:
-        async with aclosing(_polled(backend, given.wait_s)) as pages:
-            unread = await anext(pages, [])
-    found = page([_entry(line) for line in unread], given.budget_tokens)
-    if not unread:
-        found |= {"cursor": given.cursor, "high_water": given.cursor}
-    return found | {"removed": len(acted_on)}
+    acknowledged: dict[str, Any] = {}
+    if given.ack:
+        keys = await _keys_of(backend, given.ack)
+        await _done(backend, [*keys.values()])
+        acknowledged = {"acknowledged": [*keys], "unknown": [one for one in given.ack if one not in keys]}
+    lines = await _lines(backend, given.cursor)
+    if not lines and given.wait_s:
+        async with aclosing(_polled(backend, given.wait_s, given.cursor)) as pages:
+            lines = await anext(pages, [])
+    found = page([_entry(line) for line in lines])
+    shown = lines[: len(found["messages"])]
+    if shown and not given.peek:
+        await _fetched(backend, shown)
+    return found | acknowledged | ({} if lines else {"cursor": given.cursor, "high_water": given.cursor})
+
+
+async def _keys_of(backend: Backend, ids: Sequence[str]) -> dict[str, str]:
+    """The keys of the messages with these ids that are in the inbox."""
+    wanted, after = set(ids), ""
+    keys: dict[str, str] = {}
+    while wanted and (lines := await _lines(backend, after)):
+        keys |= {letter_id: line["key"] for line in lines if (letter_id := _letter_id(line)) in wanted}
+        wanted -= keys.keys()
+        after = lines[-1]["key"]
+    return keys
+
+
+def _letter_id(line: dict[str, Any]) -> str:
+    """What an agent acknowledges. A bounce and a notice have the id of a message that can occur again."""
+    is_letter = line["sender"] and not line["is_bounce"]
+    return str(line["message_id"]) if is_letter else f"{line['message_id']}#{line['key']}"
 
 
 async def _lines(backend: Backend, after: str = "") -> list[dict[str, Any]]:
-    """A page of the inbox after a message, by key."""
-    asked = agents.ReadInbox(agent_id=backend.agent, after=after or UNSET)
+    """A page of the inbox after a message, by key. This leaves no receipt."""
+    asked = agents.ReadInbox(agent_id=backend.agent, after=after or UNSET, peek=True)
     answer = await backend.ask(asked, as_agent=True)
     return sorted(answer["messages"], key=lambda line: int(line["key"]))
 
 
-async def _polled(backend: Backend, wait_s: float) -> AsyncGenerator[list[dict[str, Any]], None]:
+async def _fetched(backend: Backend, lines: Sequence[dict[str, Any]]) -> None:
+    """Note that the agent has got these neighbours in its inbox."""
+    before = str(int(lines[0]["key"]) - 1)
+    asked = agents.ReadInbox(agent_id=backend.agent, after=before, limit=len(lines))
+    await backend.ask(asked, as_agent=True)
+
+
+async def _polled(
+    backend: Backend, wait_s: float, after: str = ""
+) -> AsyncGenerator[list[dict[str, Any]], None]:
     """The pages of the inbox, then new messages as they come, each once. Ends after `wait_s`."""
-    deadline, pause_s, after = time.monotonic() + wait_s, INBOX_POLL_S, ""
+    deadline, pause_s = time.monotonic() + wait_s, INBOX_POLL_S
     with backend.waiting():
         while True:
             lines = await _lines(backend, after)
@@ -169,14 +189,18 @@ async def _done(backend: Backend, keys: Sequence[str]) -> None:
 
 def _entry(line: dict[str, Any]) -> Excerpt:
     letter = _letter(line["payload"])
-    facts = {"message_id": line["message_id"], "kind": letter["kind"]}
+    facts = {"kind": letter["kind"]}
     if letter.get("reply_to"):
         facts["reply_to"] = letter["reply_to"]
     if line["is_bounce"]:
         facts |= {"kind": "bounce", "reason": line["reason"]}
     return Excerpt(
-        line["key"], line["sender"], letter["body"], facts, f"postroom://messages/{line['message_id']}"
+        _letter_id(line), line["key"], line["sender"], letter["body"], facts, _uri(line["message_id"])
     )
+
+
+def _uri(message_id: str) -> str:
+    return f"postroom://messages/{message_id}"
 
 
 def _letter(payload: Any) -> dict[str, Any]:
@@ -186,10 +210,7 @@ def _letter(payload: Any) -> dict[str, Any]:
 
 
 class AskArguments(Arguments, frozen=True, kw_only=True):
-    """Ask another agent a question and wait for its reply.
-
-    When the reply does not come in time, the answer has status "waiting": call wait_for with question_id.
-    """
+    """Ask another agent a question and wait for its reply. Not in time: call wait_for with question_id."""
 
     to: AgentName
     question: Content
@@ -202,16 +223,17 @@ async def ask(backend: Backend, given: AskArguments) -> dict[str, Any]:
 
 
 async def _reply_to(backend: Backend, question_id: str, wait_s: float) -> dict[str, Any]:
-    """The reply to a question. It leaves the inbox with this."""
+    """The reply to a question. It stays in the inbox until it is acknowledged."""
     async with aclosing(_polled(backend, wait_s)) as pages:
         async for lines in pages:
             for line in lines:
                 letter = _letter(line["payload"])
                 if letter.get("reply_to") == question_id:
-                    await _done(backend, [line["key"]])
+                    await _fetched(backend, [line])
                     return labelled({
-                        "status": "answered", "question_id": question_id, "from": line["sender"],
-                        "body": letter["body"],
+                        "status": "answered", "question_id": question_id, "id": line["message_id"],
+                        "from": line["sender"], "body": letter["body"], "whole": _uri(line["message_id"]),
+                        "next": "call inbox with ack and this id once you have dealt with it",
                     })  # fmt: skip
     return {
         "status": "waiting", "question_id": question_id,
@@ -220,9 +242,9 @@ async def _reply_to(backend: Backend, question_id: str, wait_s: float) -> dict[s
 
 
 class ReplyArguments(Arguments, frozen=True, kw_only=True):
-    """Reply to a message of your inbox. The agent that asked gets it as the answer to its question."""
+    """Reply to a message of your inbox: it is the answer to a question."""
 
-    message_id: Annotated[str, Meta(min_length=1, description="The message_id of the message in your inbox.")]
+    message_id: Annotated[str, Meta(min_length=1, description="The id of the message in your inbox.")]
     body: Content
 
 
@@ -231,18 +253,13 @@ async def reply(backend: Backend, given: ReplyArguments) -> dict[str, Any]:
     message = (await backend.ask(asked, as_agent=True))["message"]
     is_mine = message.get("type") == "agent_message" and message["payload"].get("to") == backend.agent
     if not is_mine:
-        raise InvalidMessage(
-            f"message {given.message_id} was not sent to you: take the message_id from inbox"
-        )
+        raise InvalidMessage(f"message {given.message_id} was not sent to you: take the id from inbox")
     payload = {"kind": "answer", "body": given.body, "reply_to": given.message_id}
     return {"message_id": await _send(backend, message["agent_id"], payload), "to": message["agent_id"]}
 
 
 class WaitForArguments(Arguments, frozen=True, kw_only=True):
-    """Wait for the result of a message or task, for the reply to a question, or, without an id, for mail.
-
-    Use this instead of calling result or inbox again and again.
-    """
+    """Wait for a result, for the reply to a question, or, without an id, for mail. Do not poll."""
 
     id: Annotated[str, Meta(description="An id of submit, enqueue or ask. Empty waits for your inbox.")] = ""
     wait_s: Wait = 20.0
@@ -267,11 +284,7 @@ async def _is_question(backend: Backend, message_id: str) -> bool:
 
 
 class WhoIsThereArguments(Arguments, frozen=True, kw_only=True):
-    """List the agents of your organization and their health. Calling it makes you visible.
-
-    alive: it gets your messages. suspect: it missed a heartbeat, and its messages wait. dead: it was silent
-    for 35 s, and messages to it bounce until it is back.
-    """
+    """List the agents of your organization. Messages to a dead one bounce until it is back."""
 
 
 async def who_is_there(backend: Backend, given: WhoIsThereArguments) -> dict[str, Any]:  # noqa: ARG001
@@ -294,18 +307,14 @@ async def who_is_there(backend: Backend, given: WhoIsThereArguments) -> dict[str
 
 
 class EnqueueArguments(Arguments, frozen=True, kw_only=True):
-    """Put a task into the queue of an agent, or into your own. One worker of that agent claims it.
-
-    The task waits until somebody claims it: the agent need not be there. A warning says that no token is for
-    an agent of this name, which may be a typing error.
-    """
+    """Put a task into the queue of an agent, which need not be there, or into your own."""
 
     agent: Annotated[str, Meta(min_length=1, description="The agent whose queue gets the task.")]
     payload: Content
-    delay_s: Annotated[float, Meta(ge=0, description="Deliver it no earlier than after this time.")] = 0.0
+    delay_s: Annotated[float, Meta(ge=0, description="Seconds before it may be claimed.")] = 0.0
     idempotency_key: Annotated[
         str,
-        Meta(description="A second task with the same key is not stored."),
+        Meta(description="A repeated key stores no second task."),
     ] = ""
 
 
@@ -320,9 +329,9 @@ class ClaimArguments(Arguments, frozen=True, kw_only=True):
     End it with complete or fail, both with its task_id and lease.
     """
 
-    agent: Annotated[str, Meta(description="Whose queue: an agent that your token may claim for.")] = ""
+    agent: Annotated[str, Meta(description="Whose queue, if not your own.")] = ""
     wait_s: Wait = 0.0
-    lease_s: Annotated[float, Meta(gt=0, description="How long you need for the task, in seconds.")] = 300.0
+    lease_s: Annotated[float, Meta(gt=0, description="Seconds that you need.")] = 300.0
 
 
 async def claim(backend: Backend, given: ClaimArguments) -> dict[str, Any]:
@@ -332,10 +341,14 @@ async def claim(backend: Backend, given: ClaimArguments) -> dict[str, Any]:
         lease_s=given.lease_s,
         worker=f"mcp:{backend.agent}",
     )
-    task = await backend.ask(asked, as_agent=True, wait_s=given.wait_s)
+    task = await backend.ask(asked, as_agent=True, wait_s=given.wait_s, put_back=_release)
     if task is None:
         return {"task": None, "next": "there is no task now: call claim again with wait_s, or inbox"}
-    return labelled({"task": {**task, "untrusted": True}})
+    return labelled({"task": {**task, "untrusted": True, "whole": _uri(task["task_id"])}})
+
+
+def _release(task: dict[str, Any]) -> Verb:
+    return tasks.Release(task_id=task["task_id"], lease=task["lease"])
 
 
 class CompleteArguments(Arguments, frozen=True, kw_only=True):
@@ -353,14 +366,14 @@ async def complete(backend: Backend, given: CompleteArguments) -> dict[str, Any]
 
 
 class FailArguments(Arguments, frozen=True, kw_only=True):
-    """Report that you could not do a claimed task. It is retried, or becomes a dead letter."""
+    """Report that you could not do a claimed task: it is retried, or becomes a dead letter."""
 
     task_id: TaskId
     lease: Annotated[int, Meta(ge=0, description="The lease that claim returned.")]
     error: Annotated[str, Meta(min_length=1, description="Why it failed, in one sentence.")]
     retry_in_s: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        Meta(description="Seconds until it is retried. Without it, the rule of the queue decides."),
+        Meta(description="Seconds until it is retried."),
     ] = None
 
 
@@ -371,16 +384,16 @@ async def fail(backend: Backend, given: FailArguments) -> dict[str, Any]:
 
 # ---- buses -------------------------------------------------------------------------------------------
 
-BusName = Annotated[str, Meta(min_length=1, description="The name of the bus, such as the name of the team.")]
+BusName = Annotated[str, Meta(min_length=1, description="Such as the name of the team.")]
 
 
 class PostArguments(Arguments, frozen=True, kw_only=True):
-    """Post to a bus: a shared log that every agent can read. Use it for news that concern the whole team."""
+    """Post to a bus: a shared log that the whole team can read."""
 
     bus: BusName
     body: Annotated[str, Meta(description="Text.")]
-    type: Annotated[str, Meta(min_length=1, description="What it is: note, decision, question, ...")] = "note"
-    reply_to: Annotated[str, Meta(description="The cursor of the message that this one answers.")] = ""
+    type: Annotated[str, Meta(min_length=1, description="Such as note or decision.")] = "note"
+    reply_to: Annotated[str, Meta(description="The id of the message that it answers.")] = ""
 
 
 async def post(backend: Backend, given: PostArguments) -> dict[str, Any]:
@@ -397,23 +410,25 @@ async def post(backend: Backend, given: PostArguments) -> dict[str, Any]:
 
 
 class ReadBusArguments(Arguments, frozen=True, kw_only=True):
-    """Read a bus from a cursor on, the oldest message first. Keep its cursor for the next call."""
+    """Read a bus from a cursor on, the oldest message first."""
 
     bus: BusName
-    cursor: Annotated[
-        str, Meta(description="The cursor of the last answer. Empty reads from the beginning.")
-    ] = ""
-    budget_tokens: Budget = BUDGET_TOKENS
+    cursor: Cursor = ""
 
 
 async def read_bus(backend: Backend, given: ReadBusArguments) -> dict[str, Any]:
-    answer = await backend.ask(server.ReadBus(bus=given.bus, since=given.cursor, limit=BUS_PAGE))
-    entries = [_bus_entry(given.bus, message) for message in answer["messages"]]
-    found = page(entries, given.budget_tokens)
+    entries = await bus_entries(backend, given.bus, given.cursor)
+    found = page(entries)
     if not entries:
         found |= {"cursor": given.cursor, "high_water": given.cursor}
         found |= await _missing_bus(backend, given.bus)
     return found | ({"complete": False} if len(entries) == BUS_PAGE else {})
+
+
+async def bus_entries(backend: Backend, bus: str, cursor: str = "") -> list[Excerpt]:
+    """The messages of a bus after a cursor."""
+    answer = await backend.ask(server.ReadBus(bus=bus, since=cursor, limit=BUS_PAGE))
+    return [_bus_entry(bus, message) for message in answer["messages"]]
 
 
 async def _missing_bus(backend: Backend, bus: str) -> dict[str, Any]:
@@ -429,25 +444,23 @@ def _bus_entry(bus: str, message: dict[str, Any]) -> Excerpt:
     if message.get("parents"):
         facts["parents"] = message["parents"]
     uri = f"postroom://buses/{quoted(bus)}"
-    return Excerpt(message["msg_id"], message.get("run_id", ""), message["body"], facts, uri)
+    msg_id = message["msg_id"]
+    return Excerpt(msg_id, msg_id, message.get("run_id", ""), message["body"], facts, uri)
 
 
 # ---- the global queue --------------------------------------------------------------------------------
 
 
 class SubmitArguments(Arguments, frozen=True, kw_only=True):
-    """Submit a message to the global queue, where a worker handles it, such as a tool_call.
+    """Submit a message to the global queue. Get the result with wait_for."""
 
-    Returns its id at once. Get the result with wait_for.
-    """
-
-    type: Annotated[str, Meta(min_length=1, description="The message type, such as tool_call.")]
-    payload: Annotated[dict[str, Any], Meta(description="What the handler of the type needs.")]
+    type: Annotated[str, Meta(min_length=1, description="Such as tool_call.")]
+    payload: Annotated[dict[str, Any], Meta(description="What its handler needs.")]
     priority: Priority = 2
-    service: Annotated[str, Meta(description="For a tool_call: the MCP server that has the tool.")] = ""
+    service: Annotated[str, Meta(description="Of a tool_call: the MCP server.")] = ""
     idempotency_key: Annotated[
         str,
-        Meta(description="A second message with the same key is not stored."),
+        Meta(description="A repeated key stores no second message."),
     ] = ""
     org_id: Annotated[str, Meta(description="Operators only: the organization.")] = ""
 
@@ -464,19 +477,35 @@ class ResultArguments(Arguments, frozen=True, kw_only=True):
     """Look at a message or a task: its state, and its result or its errors."""
 
     id: AnyId
+    part: Annotated[int, Meta(ge=0, description="From 1: the whole with its payload, in parts.")] = 0
     wait_s: Wait = 0.0
 
 
 async def result(backend: Backend, given: ResultArguments) -> dict[str, Any]:
     info = await info_of(backend, given.id, given.wait_s)
+    if given.part:
+        return _part(given, whole_of(info))
     ended, errors = info["state"] in _ENDED, info["errors"]
     found = {"id": given.id, "state": info["state"], "ended": ended, "attempt": info["attempt"]}
     if ended:
-        found |= {"result": info["result"]}
+        found |= {"result": info["result"], "whole": _uri(given.id)}
     else:
         found |= {"next": "it has not ended: call wait_for with this id, or explain to see what holds it"}
     found |= {"errors": errors} if errors else {}
     return labelled(found) if ended or errors else found
+
+
+def whole_of(info: dict[str, Any]) -> dict[str, Any]:
+    """A message or task with its payload and its result, without its events."""
+    return {name: value for name, value in info.items() if name != "history"}
+
+
+def _part(given: ResultArguments, whole: dict[str, Any]) -> dict[str, Any]:
+    text, start = encoded(whole), (given.part - 1) * PART_CHARS
+    parts = -(-len(text) // PART_CHARS)
+    return labelled(
+        {"id": given.id, "part": given.part, "parts": parts, "text": text[start : start + PART_CHARS]}
+    )
 
 
 async def info_of(backend: Backend, message_id: str, wait_s: float = 0.0) -> dict[str, Any]:
@@ -491,7 +520,7 @@ async def info_of(backend: Backend, message_id: str, wait_s: float = 0.0) -> dic
 
 
 class ExplainArguments(Arguments, frozen=True, kw_only=True):
-    """Why a message of the global queue does not move: which rule holds it, and what would release it."""
+    """Why a message does not move, and what would release it."""
 
     id: Annotated[str, Meta(min_length=1, description="The id that submit returned.")]
 
@@ -502,22 +531,19 @@ async def explain(backend: Backend, given: ExplainArguments) -> dict[str, Any]:
 
 
 class SearchArguments(Arguments, frozen=True, kw_only=True):
-    """Find messages of the global queue, the newest first, or tasks, by state, type or words.
+    """Find messages of the global queue, the newest first, or tasks. Use result to see one."""
 
-    Use result to see one.
-    """
-
-    text: Annotated[str, Meta(description="Words that the message contains, or its id. Not for tasks.")] = ""
-    type: Annotated[str, Meta(description="Only this message type. Not for tasks.")] = ""
-    state: Annotated[str, Meta(description="Only this state, such as QUEUED or DEAD_LETTER.")] = ""
+    text: Annotated[str, Meta(description="Words in it, or its id. Not for tasks.")] = ""
+    type: Annotated[str, Meta(description="Not for tasks.")] = ""
+    state: Annotated[str, Meta(description="Such as QUEUED or DEAD_LETTER.")] = ""
     goal_id: OnlyGoal = ""
     agent_id: OnlyAgent = ""
-    since: Annotated[str, Meta(description="Only messages accepted since this time (RFC 3339).")] = ""
+    since: Annotated[str, Meta(description="Only accepted since this time (RFC 3339).")] = ""
     where: Annotated[
         Literal["messages", "tasks"],
-        Meta(description="Messages of the global queue, or tasks of agents."),
+        Meta(description="Where to look."),
     ] = "messages"
-    cursor: Annotated[str, Meta(pattern="^[0-9]{0,19}$", description="The cursor of the last answer.")] = ""
+    cursor: Annotated[str, Meta(pattern="^[0-9]{0,19}$", description="Of the last answer.")] = ""
     limit: Limit = 20
 
 
@@ -540,7 +566,7 @@ async def search(backend: Backend, given: SearchArguments) -> dict[str, Any]:
 
 
 class DeadLettersArguments(Arguments, frozen=True, kw_only=True):
-    """List messages that failed for good, with their errors. Look at them before you call replay."""
+    """List messages that failed for good, with their errors."""
 
     type: OnlyType = ""
     error_type: OnlyErrorType = ""
@@ -549,7 +575,7 @@ class DeadLettersArguments(Arguments, frozen=True, kw_only=True):
     service: OnlyService = ""
     failure: OnlyFailure = ""
     org_id: OnlyOrg = ""
-    after: Annotated[str, Meta(description="The id of the last letter of the previous page.")] = ""
+    after: Annotated[str, Meta(description="The last id of the previous page.")] = ""
     limit: Limit = 20
 
 
@@ -559,18 +585,9 @@ async def dead_letters(backend: Backend, given: DeadLettersArguments) -> dict[st
 
 
 class ReplayArguments(Arguments, frozen=True, kw_only=True):
-    """Queue dead letters again: those named by ids, else all that match the filters.
+    """Queue dead letters again: those named, else all that match. Only dry_run=false changes anything."""
 
-    Without dry_run=false nothing changes: the answer counts the letters that would be queued. It also says
-    how many were refused or left, and why.
-    """
-
-    message_ids: Annotated[
-        list[str],
-        Meta(
-            description="The ids of the letters, as dead_letters shows them. Without ids, the filters choose."
-        ),
-    ] = []
+    message_ids: Annotated[list[str], Meta(description="From dead_letters.")] = []
     type: OnlyType = ""
     error_type: OnlyErrorType = ""
     goal_id: OnlyGoal = ""
@@ -578,10 +595,8 @@ class ReplayArguments(Arguments, frozen=True, kw_only=True):
     service: OnlyService = ""
     failure: OnlyFailure = ""
     org_id: OnlyOrg = ""
-    limit: Annotated[int, Meta(ge=0, description="At most this many; 0 for all that match.")] = 0
-    dry_run: Annotated[bool, Meta(description="True only counts the letters; false queues them again.")] = (
-        True
-    )
+    limit: Annotated[int, Meta(ge=0, description="At most this many; 0 for all.")] = 0
+    dry_run: Annotated[bool, Meta(description="True, the default, only counts them.")] = True
 
 
 async def replay(backend: Backend, given: ReplayArguments) -> dict[str, Any]:
@@ -625,17 +640,27 @@ def tools_of(backend: Backend) -> list[Tool]:
 
 def checked_arguments(tool: Tool, given: dict[str, Any]) -> Arguments:
     """The arguments of a call as the struct of its tool. Raises `InvalidMessage`."""
+    known = {name: value for name, value in given.items() if name not in IGNORED}
     try:
-        return msgspec.convert(given, tool.arguments)
+        return msgspec.convert(known, tool.arguments)
     except msgspec.ValidationError as error:
         raise InvalidMessage(field_fault(error, f"the call of {tool.name}", tool.arguments)) from None
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """The JSON schema of the arguments, without references."""
+    """The JSON schema of the arguments: short, because a model reads those of all tools with each turn.
+
+    Agent programs drop the description of a field without a type. Limits and defaults are left out: a call
+    that breaks a limit gets an error that names it.
+    """
     document = msgspec.json.schema(tool.arguments)
     schema: dict[str, Any] = document["$defs"][tool.arguments.__name__]
-    return {name: value for name, value in schema.items() if name not in ("title", "description")}
+    properties = {
+        name: {"type": "string"} | {key: value for key, value in field.items() if key in SHOWN_OF_A_FIELD}
+        for name, field in schema["properties"].items()
+    }
+    required = {"required": schema["required"]} if schema["required"] else {}
+    return {"type": "object", "properties": properties, **required}
 
 
 def description_of(tool: Tool) -> str:

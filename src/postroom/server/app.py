@@ -65,6 +65,9 @@ class MountedApp(Protocol):
 
     path: str
 
+    def start(self) -> None:
+        """Prepare for calls when the server starts."""
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
     async def close(self) -> None:
@@ -278,6 +281,8 @@ def create_app(
         server.lease_s_max = lease_s_max
         harness.start()
         beats = asyncio.create_task(_beat())
+        if app.mounted is not None:
+            app.mounted.start()
         try:
             yield
         finally:

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,7 +163,7 @@ def serve(
             data, store=store, host=host, execute=act, ready=print_address,
             durability=durability or "group", beside=beside(),
             app_engine=None if app is None else load_app(app), tls=tls,
-            mounted=mount if mcp else None,
+            mounted=partial(mount, is_early=while_stdin) if mcp else None,
             page=mount_page(lambda: page_redactor(hidden)) if page else None,
             hosts=checked_hosts(allowed_hosts or settings.up.allowed_hosts), **terms,
         )  # fmt: skip

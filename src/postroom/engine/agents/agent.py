@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol, Self, TypeVar, Unpack
 
 import msgspec
 
+from postroom.calls.fields import LETTERS_A_READ_MAX
 from postroom.calls.submit import MessageOptions, Payload, SubmitFields
 from postroom.core.agents import FINAL_PARTS, RECEIPTS, Receipt, Restart, joined_chunks
 from postroom.core.formats.jsoninput import ReadValue, decoded_value, raw_value
@@ -156,13 +157,16 @@ class Inbox:
     def __await__(self) -> Generator[Any, None, list[InboxMessage]]:
         return self._all().__await__()
 
-    async def page(self, after: str = "") -> list[InboxMessage]:
-        """Up to `LETTERS_A_READ_MAX` messages after the one with this `number`. Long ones stay JSON."""
+    async def page(
+        self, after: str = "", *, limit: int = LETTERS_A_READ_MAX, peek: bool = False
+    ) -> list[InboxMessage]:
+        """Up to `limit` messages after the one with this `number`. Long ones stay JSON.
+
+        Their senders get the receipt `fetched`, unless this is a `peek`.
+        """
         agent = self._agent
         self._after = joined(agent.org_id, agent.agent_id, int(after)) if after else ""
-        found = await self._page(raw_value)
-        await self._show(found)
-        return found
+        return await self._page(raw_value, limit, peek=peek)
 
     async def _all(self) -> list[InboxMessage]:
         found: list[InboxMessage] = []
@@ -187,19 +191,22 @@ class Inbox:
         )
         return bool(found)
 
-    async def _page(self, read_value: ReadValue = decoded_value) -> list[InboxMessage]:
-        """The next messages. Their senders get the receipt `fetched`."""
+    async def _page(
+        self, read_value: ReadValue = decoded_value, limit: int = LETTERS_A_READ_MAX, *, peek: bool = False
+    ) -> list[InboxMessage]:
+        """The next messages. Their senders get the receipt `fetched`, unless this is a `peek`."""
         agent, after = self._agent, self._after
 
         def read(agents: AgentOperations) -> list[tuple[str, AgentLetter]]:
             agents.held(agent.org_id, agent.agent_id, agent.session)
-            return Inboxes(agents).letters(agent.org_id, agent.agent_id, after, read_value)
+            return Inboxes(agents).letters(agent.org_id, agent.agent_id, after, read_value, limit)
 
         found = await agent.coordinator.read(read)
         if not found:
             return []
         self._after = found[-1][0]
-        await agent.coordinator.write(partial(_note, agent, [key for key, _ in found], "fetched"))
+        if not peek:
+            await agent.coordinator.write(partial(_note, agent, [key for key, _ in found], "fetched"))
         return [
             InboxMessage(
                 letter.message_id, letter.sender, letter.body, letter.is_bounce, letter.reason, agent, key

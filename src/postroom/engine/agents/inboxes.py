@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 from msgspec.structs import replace
 
+from postroom.calls.fields import LETTERS_A_READ_MAX
 from postroom.core.agents import Receipt
 from postroom.core.formats.jsoninput import ReadValue, decoded_value
 from postroom.engine.agents.agent_operations import AgentOperations, agent_of
@@ -31,7 +32,6 @@ from postroom.message import ENGINE_PREFIX
 
 INBOX_MAX: Final = 10_000  # messages in the inbox of one agent that nobody has acted on
 LETTER_INLINE_BYTES: Final = 4 * 1024  # a longer body has a cell of its own
-LETTERS_A_READ_MAX: Final = 100
 LETTERS_BYTES_A_READ_MAX: Final = 2 * 1024 * 1024  # and one more message
 
 _encode = msgspec.json.Encoder().encode
@@ -127,13 +127,18 @@ class Inboxes:
         )
 
     def letters(
-        self, org_id: str, agent_id: str, after: str = "", read_value: ReadValue = decoded_value
+        self,
+        org_id: str,
+        agent_id: str,
+        after: str = "",
+        read_value: ReadValue = decoded_value,
+        limit: int = LETTERS_A_READ_MAX,
     ) -> list[tuple[str, AgentLetter]]:
         """Messages in an inbox after a key, each with its key. `read_value` reads their long bodies."""
         found: list[tuple[str, AgentLetter]] = []
         left = LETTERS_BYTES_A_READ_MAX
         for key, letter in LETTERS.under(
-            self.transaction, org_id, agent_id, limit=LETTERS_A_READ_MAX, after=after, bytes_max=left
+            self.transaction, org_id, agent_id, limit=limit, after=after, bytes_max=left
         ):
             if letter.is_apart and left <= 0:
                 break

@@ -17,6 +17,7 @@ from postroom.calls.agents import (
     Ack,
     AgentAnswer,
     AgentQuery,
+    BeatAnswer,
     BouncesDone,
     BouncesDoneAnswer,
     InboxAnswer,
@@ -289,10 +290,13 @@ def _stream_page(
     return bytes(data), Reached(is_begun=True, positions=tuple(after.items()))
 
 
-async def beat(server: TaskServer, request: HttpRequest) -> AgentAnswer:
+async def beat(server: TaskServer, request: HttpRequest) -> BeatAnswer:
     """A heartbeat. It registers an agent that is unknown, and revives a dead one."""
-    agent = await _agent(server, *_own(request), _session(request))
-    return AgentAnswer(agent.org_id, agent.agent_id)
+    own = _own(request)
+    coordinator = await server.coordinator()
+    is_new = await coordinator.read(lambda agents: agents.entry(*own) is None)
+    agent = await _agent(server, *own, _session(request))
+    return BeatAnswer(agent.org_id, agent.agent_id, agent.session, is_new)
 
 
 async def leave(server: TaskServer, request: HttpRequest) -> AgentAnswer:
@@ -318,11 +322,12 @@ async def send(server: TaskServer, request: HttpRequest) -> MessageAnswer:
 
 
 async def inbox(server: TaskServer, request: HttpRequest) -> InboxAnswer:
-    """A page of the inbox. Its messages count as fetched and shown."""
+    """A page of the inbox. Its messages count as fetched, unless this is a peek."""
     call: ReadInbox = request.call
     agent = await _agent(server, *_own(request), _session(request))
     org = agent.org_id
-    found = await agent.inbox().page(after="" if call.after is msgspec.UNSET else call.after)
+    after = "" if call.after is msgspec.UNSET else call.after
+    found = await agent.inbox().page(after, limit=call.limit, peek=call.peek)
     lines = [
         InboxLine(
             one.number, unscoped(org, one.message_id), one.sender, one.payload, one.is_bounce, one.reason
