@@ -14,9 +14,10 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
+from functools import wraps
 from heapq import heappop, heappush
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 import msgspec
 
@@ -62,6 +63,7 @@ SEEN_MAX = 100_000  # message ids that a subscription remembers
 MESSAGE_COST_BYTES = 200  # about what a message takes in memory besides its payload
 
 _Result = TypeVar("_Result")
+P = ParamSpec("P")
 
 
 Messages = list[MailMessage]
@@ -365,6 +367,18 @@ class Subscription:
         self.close()
 
 
+def _waits(
+    call: Callable[Concatenate[AsyncMail, P], Coroutine[Any, Any, _Result]],
+) -> Callable[Concatenate["Mail", P], _Result]:
+    """The blocking form of a call, with its arguments, types and docstring."""
+
+    @wraps(call)
+    def blocking(mail: "Mail", /, *args: P.args, **kwargs: P.kwargs) -> _Result:
+        return mail._run(call(mail._opened(), *args, **kwargs))  # noqa: SLF001 - a method of `Mail`
+
+    return blocking
+
+
 class Mail:
     """A client of a mail server. `with` gives blocking calls, `async with` the same calls as coroutines.
 
@@ -461,47 +475,14 @@ class Mail:
 
     # ---- the calls -------------------------------------------------------------------------------------
 
-    def create(
-        self, name: str = "", *, ttl_s: float | None = None, public: bool = False, desc: str = ""
-    ) -> str:
-        """Create a mailbox and return its id. An existing mailbox is not changed."""
-        return self._run(self._opened().create(name, ttl_s=ttl_s, public=public, desc=desc))
-
-    def ensure(
-        self, name: str = "", *, ttl_s: float | None = None, public: bool = False, desc: str = ""
-    ) -> Created:
-        """As `create`; also returns whether the mailbox is new."""
-        return self._run(self._opened().ensure(name, ttl_s=ttl_s, public=public, desc=desc))
-
-    def send(
-        self,
-        mail_id: str,
-        payload: Payload,
-        *,
-        priority: Priority = "normal",
-        headers: Mapping[str, str] | None = None,
-        wait: bool = True,
-    ) -> int:
-        """Send a message and return its id once it is stored. Without `wait`: return 0 at once."""
-        mail = self._opened()
-        return self._run(mail.send(mail_id, payload, priority=priority, headers=headers, wait=wait))
-
-    def ask(
-        self,
-        mail_id: str,
-        payload: Payload,
-        *,
-        priority: Priority = "normal",
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float = ASK_TIMEOUT_S,
-    ) -> MailMessage:
-        """Send a message, wait for the answer and return it.
-
-        The answer is the first message in a private mailbox that is made for it. Its id is in the header
-        `Mq9-Reply-To`, which the receiver reads as `MailMessage.reply_to`.
-        """
-        mail = self._opened()
-        return self._run(mail.ask(mail_id, payload, priority=priority, headers=headers, timeout_s=timeout_s))
+    create = _waits(AsyncMail.create)
+    ensure = _waits(AsyncMail.ensure)
+    send = _waits(AsyncMail.send)
+    ask = _waits(AsyncMail.ask)
+    messages = _waits(AsyncMail.messages)
+    list = _waits(AsyncMail.list)
+    delete = _waits(AsyncMail.delete)
+    public = _waits(AsyncMail.public)
 
     def subscribe(
         self, mail_id: str, *, priority: Priority | Literal["*"] = "*", group: str = ""
@@ -509,24 +490,3 @@ class Mail:
         """Receive the stored messages of a mailbox by priority, then new ones. A group shares them."""
         inner = self._run(self._opened().subscribe(mail_id, priority=priority, group=group))
         return Subscription(self._run, inner)
-
-    def messages(
-        self, mail_id: str, *, priority: Priority | Literal["*"] = "*", quiet_s: float = QUIET_S
-    ) -> Messages:
-        """The messages that a mailbox holds now.
-
-        Reads until every message of the mailbox's list has arrived, or no message for `quiet_s`.
-        """
-        return self._run(self._opened().messages(mail_id, priority=priority, quiet_s=quiet_s))
-
-    def list(self, mail_id: str) -> Lists:
-        """List the first thousand messages of a mailbox by priority, without their payloads."""
-        return self._run(self._opened().list(mail_id))
-
-    def delete(self, mail_id: str, msg_id: int) -> bool:
-        """Delete a message; False when the mailbox did not hold it."""
-        return self._run(self._opened().delete(mail_id, msg_id))
-
-    def public(self, *, quiet_s: float = QUIET_S) -> PublicMailboxes:
-        """List the public mailboxes."""
-        return self._run(self._opened().public(quiet_s=quiet_s))
