@@ -174,8 +174,13 @@ class TaskWorker:
             self._stopping = True
             self._wakeups.wake()
             self._long_polls.abort()
-            self._wait_for_slots(running)
-        self._release_in_flight()
+            deadline = time.monotonic() + self._grace_s  # until then slots may finish, or a second stop comes
+            with contextlib.suppress(queue.Empty):
+                while running and self._signals.get(timeout=max(0.0, deadline - time.monotonic())) != "stop":
+                    running -= 1
+        for each in list(self._in_flight.values()):
+            self._release(each.task)  # before `lost` is set: a handler that gives up must report no failure
+            each.task.lost.set()
         if self._failure is not None:
             raise self._failure
 
@@ -203,19 +208,6 @@ class TaskWorker:
             if ended == self._slots or self._signals.get() == "stop":
                 return ended
         raise AssertionError  # pragma: no cover - the loop has no end
-
-    def _wait_for_slots(self, running: int) -> None:
-        """Let running slots finish, until the grace is over or a second stop comes."""
-        deadline = time.monotonic() + self._grace_s
-        with contextlib.suppress(queue.Empty):
-            while running and self._signals.get(timeout=max(0.0, deadline - time.monotonic())) != "stop":
-                running -= 1
-
-    def _release_in_flight(self) -> None:
-        """Release a task before `lost` is set: a handler that then gives up must not report a failure."""
-        for each in list(self._in_flight.values()):
-            self._release(each.task)
-            each.task.lost.set()
 
     # ---- in a slot -----------------------------------------------------------------------------
 

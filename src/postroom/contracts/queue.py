@@ -620,7 +620,9 @@ class Queue(Closing):
         return self._switched_off or (_is_set(_DISABLED) and queue_disabled(os.environ))
 
     def _session(self, session: str | None) -> SessionFiles:
-        name = _default_session() if session is None else session
+        name = session
+        if name is None:
+            name = queue_session(os.environ) if _is_set(_SESSION) else DEFAULT_SESSION
         files = self._sessions.get(name) if isinstance(name, str) else None
         if files is not None:
             return files
@@ -656,11 +658,6 @@ def _is_set(keys: tuple[Any, Any]) -> bool:
 def _default_agent_id() -> str:
     """The sender for a call that names none."""
     return queue_agent_id(os.environ) if _is_set(_AGENT_ID) else DEFAULT_AGENT_ID
-
-
-def _default_session() -> str:
-    """The session for a call that names none."""
-    return queue_session(os.environ) if _is_set(_SESSION) else DEFAULT_SESSION
 
 
 def _offsets(lines: list[bytes], start: int) -> list[int]:

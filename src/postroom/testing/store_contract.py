@@ -628,11 +628,8 @@ class StoreContract(ABC):
                 before = snapshot(store)
                 word(store, *held_by(delivery))
                 assert snapshot(store) == before
-                self._take_all(store)
-
-    def _take_all(self, store: Store) -> None:
-        for delivery in claim(store, 100):
-            complete(store, *held_by(delivery))
+                for left in claim(store, 100):
+                    complete(store, *held_by(left))
 
     def test_the_first_result_is_kept(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:

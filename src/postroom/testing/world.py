@@ -184,7 +184,11 @@ class World:
             for action in self._random.choices(
                 [*actions], [*actions.values()], k=self._random.randint(*STEPS)
             ):
-                self._do(action)
+                name = action.__name__.strip("_")
+                self._counts[name] = self._counts.get(name, 0) + 1
+                action()
+                self._hear()
+                self._check_tokens()
             self._drain()
             self._check()
         return Report(
@@ -236,13 +240,6 @@ class World:
             self._wait: 9,
             self._step_wall: 1,
         }
-
-    def _do(self, action: Callable[[], None]) -> None:
-        name = action.__name__.strip("_")
-        self._counts[name] = self._counts.get(name, 0) + 1
-        action()
-        self._hear()
-        self._check_tokens()
 
     def _note(self, *words: object) -> None:
         self._trace.append(f"{self._now_ns() / NANOS_PER_S:9.3f}  {' '.join(map(str, words))}")
@@ -395,19 +392,15 @@ class World:
             self.checker.repeated(message_id, answer.message_id, duplicate=answer.duplicate)
 
     def _cancel(self) -> None:
-        message_id = self._any_message()
-        if message_id is None:
+        if not (records := self._records()):
             return
+        message_id = self._random.choice(records).message_id
         try:
             self._write(lambda operations: operations.cancel(message_id))
         except (WrongState, LookupError):
             return
         self._note("cancelled", message_id)
         self.checker.cancelled(message_id)
-
-    def _any_message(self) -> str | None:
-        records = self._records()
-        return self._random.choice(records).message_id if records else None
 
     def _records(self, state: State | None = None) -> list[Record]:
         return self._store.find(Listing(state=state, limit=RECORDS_MAX))
@@ -432,7 +425,9 @@ class World:
 
         claimed = self._store.write(work)
         self._hear({one.record.message_id: one for one in claimed})
-        self._check_pauses(claimed)
+        for each in claimed:
+            if self._is_paused(org_of(each.record.queue), each.type):
+                self.checker.report("paused", each.record.message_id, "its organization or type is paused")
         self._check_services(claimed, circuits)
         self._check_priority(worker, claimed)
         self._check_operations(claimed)
@@ -712,11 +707,6 @@ class World:
             }
         )
 
-    def _check_pauses(self, claimed: list[Claimed]) -> None:
-        for one in claimed:
-            if self._is_paused(org_of(one.record.queue), one.type):
-                self.checker.report("paused", one.record.message_id, "its organization or type is paused")
-
     def _is_paused(self, org_id: str, type_name: str) -> bool:
         scopes = {(ALL, ALL), (org_id, ALL), (ALL, type_name), (org_id, type_name)}
         return not scopes.isdisjoint(self._paused)
@@ -775,7 +765,11 @@ class World:
                 self._passed[worker].over = 0
                 continue
             behind = [record for record in [*oldest, *later] if self._class_of(record) <= one.record.lane]
-            self._check_passed_over(self._passed[worker], one, behind)
+            passed, behind = self._passed[worker], [each for each in behind if each.lane > one.record.lane]
+            passed.over = passed.over + 1 if behind else 0  # one of eight deliveries goes to a promoted one
+            if passed.over >= PROMOTED_EVERY:
+                said = f"{passed.over} deliveries of one worker passed it over"
+                self.checker.report("share", behind[0].message_id, said)
 
     def _check_share(self, passed: _Passed, claimed: Claimed, waiting: list[Record]) -> None:
         """At most one of eight deliveries goes to a promoted message while one of a higher class waits."""
@@ -787,14 +781,6 @@ class World:
             said = f"it went before a higher class {since} deliveries after the last one"
             self.checker.report("share", claimed.record.message_id, said)
         passed.since_promoted = 0
-
-    def _check_passed_over(self, passed: _Passed, claimed: Claimed, promoted: list[Record]) -> None:
-        """At least one of eight deliveries goes to a promoted message while one waits."""
-        behind = [record for record in promoted if record.lane > claimed.record.lane]
-        passed.over = passed.over + 1 if behind else 0
-        if passed.over >= PROMOTED_EVERY:
-            said = f"{passed.over} deliveries of one worker passed it over"
-            self.checker.report("share", behind[0].message_id, said)
 
     def _class_of(self, record: Record) -> int:
         age_ns = self._store.steady_ns() - record.ready_at

@@ -1,33 +1,24 @@
 """For operators: the agents of the global queue, their health, and what waits for what."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
 
-from postroom.cli.engine.options import org_option, where_options
-from postroom.cli.engine.places import open_place, plain
+from postroom.cli.engine.options import org_option
+from postroom.cli.engine.places import Place, on_place, plain
 from postroom.cli.shell import Shell
 
 COLUMNS = [
-    "organization",
-    "agent",
-    "health",
-    "silent_s",
-    "waits_for",
-    "waited_for_by",
-    "coordinator",
-    "epoch",
-]
+    "organization", "agent", "health", "silent_s", "waits_for", "waited_for_by", "coordinator", "epoch",
+]  # fmt: skip
 BOUNCE_COLUMNS = ["key", "created_by", "agent_id", "message_id", "reason", "bounced_at"]
 
 
 @click.command()
-@where_options
+@on_place
 @org_option
-@click.pass_obj
-def agents(shell: Shell, data: Path | None, url: str | None, token: str | None, org_id: str | None) -> None:
+def agents(shell: Shell, place: Place, org_id: str | None) -> None:
     """Show the registered agents.
 
     For each agent: its health (registered, alive, suspect, dead), for how long it was not heard of, how many
@@ -40,13 +31,9 @@ def agents(shell: Shell, data: Path | None, url: str | None, token: str | None, 
       postroom engine agents --data run --org acme
       postroom engine agents --url http://127.0.0.1:8800 | jq .health
     """
-    with open_place(shell, data, url, token) as place:
-        found = plain(place.agents(org_id))
-    if shell.output.readable:
-        shell.output.rows(COLUMNS, [_row(info) for info in found], empty="there is no registered agent")
-        return
-    for info in found:
-        shell.output.json_line(info)
+    found = plain(place.agents(org_id))
+    rows = [_row(info) for info in found] if shell.output.readable else found
+    shell.output.rows(COLUMNS, rows, empty="there is no registered agent")
 
 
 def _row(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +50,7 @@ def _row(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @click.command()
-@where_options
+@on_place
 @org_option
 @click.option(
     "--by", "created_by", metavar="TYPE:ID", help="Only of this creator, such as user:ada or system:billing."
@@ -75,15 +62,8 @@ def _row(info: Mapping[str, Any]) -> dict[str, Any]:
     multiple=True,
     help="Remove the bounce with this key, because its creator has it. May be repeated.",
 )
-@click.pass_obj
 def bounces(
-    shell: Shell,
-    data: Path | None,
-    url: str | None,
-    token: str | None,
-    org_id: str | None,
-    created_by: str | None,
-    keys: tuple[str, ...],
+    shell: Shell, place: Place, org_id: str | None, created_by: str | None, keys: tuple[str, ...]
 ) -> None:
     """Show answers that no agent fetched, for the users and systems that created the messages.
 
@@ -95,17 +75,13 @@ def bounces(
       postroom engine bounces --data run --by user:ada
       postroom engine bounces --data run --done acme/17
     """
-    with open_place(shell, data, url, token) as place:
-        if keys:
-            for key in place.bounces.done(*keys):
-                shell.output.facts({"key": key}, key)
-            return
-        found = plain(place.bounces.list(org_id, created_by=created_by))
-    if shell.output.readable:
-        shell.output.rows(BOUNCE_COLUMNS, [_bounce_row(one) for one in found], empty="there is no bounce")
+    if keys:
+        for key in place.bounces.done(*keys):
+            shell.output.facts({"key": key}, key)
         return
-    for one in found:
-        shell.output.json_line(one)
+    found = plain(place.bounces.list(org_id, created_by=created_by))
+    rows = [_bounce_row(one) for one in found] if shell.output.readable else found
+    shell.output.rows(BOUNCE_COLUMNS, rows, empty="there is no bounce")
 
 
 def _bounce_row(bounce: Mapping[str, Any]) -> dict[str, Any]:

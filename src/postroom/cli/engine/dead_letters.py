@@ -15,7 +15,7 @@ from postroom.cli.engine.options import (
     type_option,
     where_options,
 )
-from postroom.cli.engine.places import open_place, plain
+from postroom.cli.engine.places import Place, on_place, open_place, plain
 from postroom.cli.render import COLUMN_GAP
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option, together
 
@@ -57,21 +57,17 @@ def dlq() -> None:
 
 
 @dlq.command(name="list")
-@where_options
+@on_place
 @filter_options
 @page_option
-@click.pass_obj
-def list_letters(
-    shell: Shell, /, data: Path | None, url: str | None, token: str | None, **options: Any
-) -> None:
+def list_letters(shell: Shell, place: Place, /, **options: Any) -> None:
     """List dead letters, in the order they were accepted.
 
     \b
     Example:
       postroom engine dlq list --data run --type tool_call --since 2026-11-17T08:00:00Z
     """
-    with open_place(shell, data, url, token) as place:
-        letters = [*map(_fields, place.dlq.list(**filters_of(options)))]
+    letters = [*map(_fields, place.dlq.list(**filters_of(options)))]
     if not shell.output.readable:
         for letter in letters:
             shell.output.json_line(letter)
@@ -87,27 +83,22 @@ def list_letters(
     used = sum(max(map(len, (name, *(row[name] for row in rows)))) + len(COLUMN_GAP) for name in names)
     room = max(REASON_CHARS_MIN, shutil.get_terminal_size().columns - used)
     for row, letter in zip(rows, letters, strict=True):
-        row["failure_reason"] = _clipped(letter["failure_reason"], room)
+        text = letter["failure_reason"]
+        row["failure_reason"] = text if len(text) <= room else f"{text[: room - 3]}..."
     shell.output.rows([*names, "failure_reason"], rows, empty="there is no such dead letter")
-
-
-def _clipped(text: str, chars: int) -> str:
-    return text if len(text) <= chars else f"{text[: chars - 3]}..."
 
 
 @dlq.command()
 @message_argument
-@where_options
-@click.pass_obj
-def show(shell: Shell, message_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+@on_place
+def show(shell: Shell, place: Place, message_id: str) -> None:
     """Show a dead letter with its message and all its errors.
 
     \b
     Example:
       postroom engine dlq show 0190163d-8694-739b-aea5-966c26f8ad91 --data run
     """
-    with open_place(shell, data, url, token) as place:
-        letter = _fields(place.dlq.show(message_id))
+    letter = _fields(place.dlq.show(message_id))
     if not shell.output.readable:
         shell.output.json_line(letter)
         return

@@ -1,40 +1,21 @@
 """For operators: `postroom engine goals`, `graph`, `decisions` and `conflicts`."""
 
-import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
-from postroom.cli.engine.options import default_data_option, where_options
-from postroom.cli.engine.places import Place, conflicts_of, open_engine, open_place, plain
+from postroom.cli.engine.options import default_data_option
+from postroom.cli.engine.places import Place, conflicts_of, on_folder, on_place, open_engine, plain
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option
+
+if TYPE_CHECKING:
+    from postroom.goals.engine import Engine
 
 goal_argument = click.argument("goal_id", metavar="GOAL_ID")
 decision_argument = click.argument("decision_id", metavar="DECISION_ID")
 folder_option = default_data_option
-
-
-def on_place(run: Callable[..., None]) -> Callable[..., None]:
-    """A command on the messages of a data folder or of a server: it gets the shell and the place."""
-
-    def command(
-        shell: Shell, data: Path | None, url: str | None, token: str | None, **arguments: Any
-    ) -> None:
-        with open_place(shell, data, url, token) as place:
-            run(shell, place, **arguments)
-
-    return where_options(click.pass_obj(functools.update_wrapper(command, run)))
-
-
-def _lines(shell: Shell, columns: list[str], rows: list[dict[str, Any]], empty: str) -> None:
-    if not shell.output.readable:
-        for row in rows:
-            shell.output.json_line(row)
-        return
-    shell.output.rows(columns, rows, empty=empty)
 
 
 # ---- goals -------------------------------------------------------------------------------------------
@@ -63,7 +44,7 @@ def list_goals(shell: Shell, place: Place) -> None:
     """
     rows = plain(place.goals.list())
     columns = ["goal_id", "org_id", "state", "open_messages", "checkpoints", "effects"]
-    _lines(shell, columns, rows, "there is no goal yet")
+    shell.output.rows(columns, rows, "there is no goal yet")
 
 
 @goals.command()
@@ -90,7 +71,7 @@ def checkpoints(shell: Shell, place: Place, goal_id: str) -> None:
       postroom engine goals checkpoints trip-7 --data run
     """
     rows = plain(place.goals.checkpoints(goal_id))
-    _lines(shell, ["checkpoint_id", "reason", "message_id"], rows, "there is no checkpoint")
+    shell.output.rows(["checkpoint_id", "reason", "message_id"], rows, "there is no checkpoint")
 
 
 @goals.command()
@@ -112,9 +93,8 @@ def start(shell: Shell, org_id: str, goal_id: str | None, data: Path | None) -> 
 
 @goals.command()
 @goal_argument
-@folder_option
-@click.pass_obj
-def complete(shell: Shell, goal_id: str, data: Path | None) -> None:
+@on_folder
+def complete(shell: Shell, engine: "Engine", goal_id: str) -> None:
     """Complete a goal: its facts in the knowledge graph become visible to everybody.
 
     A fact that somebody else has changed since the goal began is decided by the adviser or a person; the goal
@@ -124,8 +104,7 @@ def complete(shell: Shell, goal_id: str, data: Path | None) -> None:
     Example:
       postroom engine goals complete trip-7 --data run
     """
-    with open_engine(shell, shell.data_place(data), None, create=False) as engine:
-        status = engine.blocking.goals.complete(goal_id)
+    status = engine.blocking.goals.complete(goal_id)
     facts = {"goal_id": goal_id, "state": status.state, "decisions": status.decisions}
     shell.output.facts(facts, f"goal {goal_id} is {status.state}")
 
@@ -133,17 +112,15 @@ def complete(shell: Shell, goal_id: str, data: Path | None) -> None:
 @goals.command()
 @goal_argument
 @click.option("--reason", default="", metavar="TEXT", help="Why the goal failed.")
-@folder_option
-@click.pass_obj
-def fail(shell: Shell, goal_id: str, reason: str, data: Path | None) -> None:
+@on_folder
+def fail(shell: Shell, engine: "Engine", goal_id: str, reason: str) -> None:
     """End a goal as failed: drop its branch of the graph, and cancel its open messages.
 
     \b
     Example:
       postroom engine goals fail trip-7 --reason 'no flight left' --data run
     """
-    with open_engine(shell, shell.data_place(data), None, create=False) as engine:
-        status = engine.blocking.goals.fail(goal_id, reason)
+    status = engine.blocking.goals.fail(goal_id, reason)
     shell.output.facts({"goal_id": goal_id, "state": status.state}, f"goal {goal_id} is {status.state}")
 
 
@@ -154,10 +131,9 @@ def fail(shell: Shell, goal_id: str, reason: str, data: Path | None) -> None:
     help="Leave this effect as it is, although it cannot be undone. May be repeated.",
 )  # fmt: skip
 @click.option("--forget-learning", is_flag=True, help="Do not put what failed into the context.")
-@folder_option
-@click.pass_obj
+@on_folder
 def rollback(
-    shell: Shell, checkpoint_id: str, accepted: tuple[str, ...], forget_learning: bool, data: Path | None
+    shell: Shell, engine: "Engine", checkpoint_id: str, accepted: tuple[str, ...], forget_learning: bool
 ) -> None:
     """Roll a goal back to a checkpoint, or resume a rollback that was interrupted.
 
@@ -167,10 +143,7 @@ def rollback(
     Example:
       postroom engine goals rollback 'trip-7#3' --data run
     """
-    with open_engine(shell, shell.data_place(data), None, create=False) as engine:
-        status = engine.blocking.goals.rollback(
-            checkpoint_id, not forget_learning, accept_irreversible=accepted
-        )
+    status = engine.blocking.goals.rollback(checkpoint_id, not forget_learning, accept_irreversible=accepted)
     facts = {"goal_id": status.goal_id, "state": status.state, "undoing": status.undoing}
     shell.output.facts(
         facts, f"goal {status.goal_id} is {status.state}, {len(status.undoing)} effects to undo"
@@ -199,9 +172,8 @@ org_option = click.option("--org", "org_id", metavar="NAME", help="As this organ
 @click.argument("node_id", metavar="NODE_ID")
 @goal_option
 @org_option
-@folder_option
-@click.pass_obj
-def get_node(shell: Shell, node_id: str, goal_id: str | None, org_id: str | None, data: Path | None) -> None:
+@on_folder
+def get_node(shell: Shell, engine: "Engine", node_id: str, goal_id: str | None, org_id: str | None) -> None:
     """Show a node with its properties, its edges and its version.
 
     Organizations may use the same node id. Without --org and --goal, the shared node is shown, else that of
@@ -213,9 +185,8 @@ def get_node(shell: Shell, node_id: str, goal_id: str | None, org_id: str | None
       postroom engine graph get paris --org acme --data run
       postroom engine graph get paris --goal trip-7 --data run
     """
-    with open_engine(shell, shell.data_place(data), None, create=False) as engine:
-        view = engine.graph.main(org_id) if goal_id is None else engine.graph.branch(goal_id, org_id)
-        node = engine.blocking.wait(view.get(node_id))
+    view = engine.graph.main(org_id) if goal_id is None else engine.graph.branch(goal_id, org_id)
+    node = engine.blocking.wait(view.get(node_id))
     if node is None:
         raise click.ClickException(f"there is no node {node_id!r}")
     facts = {
@@ -284,7 +255,8 @@ def list_decisions(shell: Shell, place: Place) -> None:
     shown = rows
     if shell.output.readable:
         shown = [{**row, "options": ", ".join(row["question"]["options"])} for row in rows]
-    _lines(shell, ["decision_id", "kind", "org_id", "state", "options"], shown, "no decision is waiting")
+    columns = ["decision_id", "kind", "org_id", "state", "options"]
+    shell.output.rows(columns, shown, "no decision is waiting")
 
 
 @decisions.command(name="show")
@@ -317,33 +289,30 @@ def answer_decision(shell: Shell, place: Place, decision_id: str, choice: str) -
 
 
 @decisions.command()
-@folder_option
-@click.pass_obj
-def rules(shell: Shell, data: Path | None) -> None:
+@on_folder
+def rules(shell: Shell, engine: "Engine") -> None:
     """List the rules that were learned: the same decision for the same pattern, five times in a row.
 
     \b
     Example:
       postroom engine decisions rules --data run
     """
-    with open_engine(shell, shell.data_place(data), None, create=False) as engine:
-        found = plain(engine.blocking.decisions.rules())
-    _lines(shell, ["rule_id", "org_id", "kind", "pattern", "choice"], found, "no rule was learned yet")
+    found = plain(engine.blocking.decisions.rules())
+    columns = ["rule_id", "org_id", "kind", "pattern", "choice"]
+    shell.output.rows(columns, found, "no rule was learned yet")
 
 
 @decisions.command()
 @click.argument("rule_id", metavar="RULE_ID")
-@folder_option
-@click.pass_obj
-def forget(shell: Shell, rule_id: str, data: Path | None) -> None:
+@on_folder
+def forget(shell: Shell, engine: "Engine", rule_id: str) -> None:
     """Delete a learned rule. The adviser is asked again about questions that the rule answered.
 
     \b
     Example:
       postroom engine decisions forget 5c0d8a52-0c0b-4c0e-9c50-3f1f6a1c7f10 --data run
     """
-    with open_engine(shell, shell.data_place(data), None, create=False) as engine:
-        engine.blocking.decisions.forget(rule_id)
+    engine.blocking.decisions.forget(rule_id)
     shell.output.facts({"rule_id": rule_id}, f"rule {rule_id} is deleted")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from postroom.cli.engine.options import filters_of, message_argument, org_option, type_option, where_options
-from postroom.cli.engine.places import open_place, plain
+from postroom.cli.engine.places import Place, on_place, open_place, plain
 from postroom.cli.shell import Shell, Stopped, parse_wait, reader_gone
 
 WATCH_EVERY_S_DEFAULT = 1.0
@@ -25,16 +25,13 @@ DEAD = ("DEAD_LETTER", "QUARANTINED")
 
 
 @click.command()
-@where_options
+@on_place
 @click.option("--watch", is_flag=True, help="Show it again and again, until Ctrl-C.")
 @click.option(
     "--every-s", type=parse_wait, default=WATCH_EVERY_S_DEFAULT, show_default=True, metavar="S",
     help="The pause of --watch.",
 )  # fmt: skip
-@click.pass_obj
-def status(
-    shell: Shell, data: Path | None, url: str | None, token: str | None, watch: bool, every_s: float
-) -> None:
+def status(shell: Shell, place: Place, watch: bool, every_s: float) -> None:
     """Show the state of the queue.
 
     For each organization: the messages that wait in each priority, how many are delayed by a time or a
@@ -48,14 +45,13 @@ def status(
       postroom engine status --data run --watch
       postroom engine status --url http://127.0.0.1:8800 | jq .organizations.acme.depth
     """
-    with open_place(shell, data, url, token) as place:
-        if not watch:
-            print_status(shell, plain(place.status()))
-            return
-        try:
-            watch_status(shell, place, every_s)
-        except Stopped:
-            return
+    if not watch:
+        print_status(shell, plain(place.status()))
+        return
+    try:
+        watch_status(shell, place, every_s)
+    except Stopped:
+        return
 
 
 def watch_status(shell: Shell, place: Any, every_s: float) -> None:
@@ -130,7 +126,7 @@ def _ended(facts: Mapping[str, Any]) -> int:
 
 
 @click.command(name="list")
-@where_options
+@on_place
 @org_option
 @click.option("--state", metavar="STATE", help="Only messages in this state, such as QUEUED or DEAD_LETTER.")
 @type_option
@@ -143,10 +139,7 @@ def _ended(facts: Mapping[str, Any]) -> int:
     "--limit", type=click.IntRange(1, 1_000), default=LISTED_DEFAULT, show_default=True, metavar="N",
     help="At most N of them.",
 )  # fmt: skip
-@click.pass_obj
-def list_messages(
-    shell: Shell, /, data: Path | None, url: str | None, token: str | None, **options: Any
-) -> None:
+def list_messages(shell: Shell, place: Place, /, **options: Any) -> None:
     """List messages, the newest first.
 
     The list ends when no cursor is printed. A page may be short, because one call looks at a bounded number
@@ -156,8 +149,7 @@ def list_messages(
     Example:
       postroom engine list --data run --org acme --state DEAD_LETTER --text timeout
     """
-    with open_place(shell, data, url, token) as place:
-        found = plain(place.list(**filters_of(options)))
+    found = plain(place.list(**filters_of(options)))
     if not shell.output.readable:
         shell.output.json_line(found)
         return
@@ -169,33 +161,29 @@ def list_messages(
 
 @click.command()
 @message_argument
-@where_options
-@click.pass_obj
-def explain(shell: Shell, message_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+@on_place
+def explain(shell: Shell, place: Place, message_id: str) -> None:
     """Say why a message does not move: which rule holds it, and what would release it.
 
     \b
     Example:
       postroom engine explain 0190163d-8694-739b-aea5-966c26f8ad91 --data run
     """
-    with open_place(shell, data, url, token) as place:
-        text = place.explain(message_id)
+    text = place.explain(message_id)
     shell.output.facts({"message_id": message_id, "explanation": text}, text)
 
 
 @click.command()
 @message_argument
-@where_options
-@click.pass_obj
-def cancel(shell: Shell, message_id: str, data: Path | None, url: str | None, token: str | None) -> None:
+@on_place
+def cancel(shell: Shell, place: Place, message_id: str) -> None:
     """Cancel a message. Its running handler is cancelled within a second.
 
     \b
     Example:
       postroom engine cancel 0190163d-8694-739b-aea5-966c26f8ad91 --data run
     """
-    with open_place(shell, data, url, token) as place:
-        place.cancel(message_id)
+    place.cancel(message_id)
     shell.output.facts({"message_id": message_id, "action": "cancel"}, f"{message_id} is cancelled")
 
 
@@ -235,18 +223,10 @@ def pause(
 
 
 @click.command()
-@where_options
+@on_place
 @org_option
 @type_option
-@click.pass_obj
-def resume(
-    shell: Shell,
-    data: Path | None,
-    url: str | None,
-    token: str | None,
-    org_id: str | None,
-    type_name: str | None,
-) -> None:
+def resume(shell: Shell, place: Place, org_id: str | None, type_name: str | None) -> None:
     """End a pause of the same scope. The output says when nothing was paused there.
 
     An organization without messages and without a pause is refused, because its name is probably a typing
@@ -257,15 +237,12 @@ def resume(
       postroom engine resume --data run --org acme
     """
     scope = {"org_id": org_id or "", "type": type_name or ""}
-    with open_place(shell, data, url, token) as place:
-        before = plain(place.status())
-        known = {*before["organizations"], *(each["org_id"] for each in before["pauses"])}
-        if org_id and org_id not in known:
-            raise click.ClickException(
-                f"nothing was paused: organization {org_id} has no messages and no pause"
-            )
-        place.resume(**scope)
-        after = plain(place.status())["pauses"]
+    before = plain(place.status())
+    known = {*before["organizations"], *(each["org_id"] for each in before["pauses"])}
+    if org_id and org_id not in known:
+        raise click.ClickException(f"nothing was paused: organization {org_id} has no messages and no pause")
+    place.resume(**scope)
+    after = plain(place.status())["pauses"]
     was_paused = any(each not in after for each in before["pauses"])
     pauses = [each for each in after if _overlap(each, scope)]
     still = "".join(f"; {scope_text(each['org_id'], each['type'])} is still paused" for each in pauses)

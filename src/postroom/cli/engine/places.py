@@ -1,12 +1,14 @@
 """Where the messages are: in a data folder, or on a server."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
+from postroom.cli.engine.options import default_data_option, where_options
 from postroom.cli.places import check_place, needed_token, store_in
 from postroom.cli.shell import Shell
 
@@ -81,6 +83,28 @@ def conflicts_of(place: Place) -> dict[str, Any]:
 
 
 # ---- opening -------------------------------------------------------------------------------------------
+
+
+def on_place(run: Callable[..., None]) -> Callable[..., None]:
+    """A command on the messages of a data folder or of a server: it gets the shell and the place."""
+
+    def command(
+        shell: Shell, data: Path | None, url: str | None, token: str | None, **arguments: Any
+    ) -> None:
+        with open_place(shell, data, url, token) as place:
+            run(shell, place, **arguments)
+
+    return where_options(click.pass_obj(functools.update_wrapper(command, run)))
+
+
+def on_folder(run: Callable[..., None]) -> Callable[..., None]:
+    """A command on the engine of an existing data folder: it gets the shell and the engine."""
+
+    def command(shell: Shell, data: Path | None, **arguments: Any) -> None:
+        with open_engine(shell, shell.data_place(data), None, create=False) as engine:
+            run(shell, engine, **arguments)
+
+    return default_data_option(click.pass_obj(functools.update_wrapper(command, run)))
 
 
 @contextmanager

@@ -38,18 +38,15 @@ class Accounts(dict[str, MailAccount]):
 
     def __missing__(self, client: str) -> MailAccount:
         if len(self) >= self._tidy_at:
-            self._tidy()
+            for gone in [each for each in self.values() if each.empty]:
+                del self[gone.name]
+            used = (account.organization for account in self.values())
+            self._organizations = {usage.name: usage for usage in used if usage is not None}
+            self._tidy_at = max(ACCOUNTS_TIDIED_FROM, 2 * len(self))
         org = organization_of(client)
         usage = self._organizations.setdefault(org, MailUsage(org)) if org else None
         account = self[client] = MailAccount(client, usage)
         return account
-
-    def _tidy(self) -> None:
-        for account in [each for each in self.values() if each.empty]:
-            del self[account.name]
-        used = (account.organization for account in self.values())
-        self._organizations = {usage.name: usage for usage in used if usage is not None}
-        self._tidy_at = max(ACCOUNTS_TIDIED_FROM, 2 * len(self))
 
 
 class Quotas:
@@ -136,7 +133,10 @@ class Quotas:
         box.account.add(-box.cost, mailboxes=-1)
         self.stored_bytes -= box.cost
         for name, group in box.groups.items():
-            self._remove_group(name, group)
+            group.forget_all()
+            group.account.groups -= 1
+            self._add_cost(group.account, -group_cost(name))
+            group.account = NOBODY  # an acknowledgement may still be on its way to the disk
 
     def add_group(self, name: str, group: PullGroup, account: MailAccount) -> None:
         """Count a pull group against its creator."""
@@ -144,12 +144,6 @@ class Quotas:
         group.count()
         account.groups += 1
         self._add_cost(account, group_cost(name))
-
-    def _remove_group(self, name: str, group: PullGroup) -> None:
-        group.forget_all()
-        group.account.groups -= 1
-        self._add_cost(group.account, -group_cost(name))
-        group.account = NOBODY  # an acknowledgement may still be on its way to the disk
 
     def _add_cost(self, account: MailAccount, cost: int) -> None:
         account.add(cost)

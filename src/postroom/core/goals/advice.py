@@ -128,7 +128,9 @@ def advise(asked: Question) -> Advice:
 def _ruled(asked: Question) -> Advice:
     match asked.kind:
         case "demotion":
-            return _demotion(asked.facts)
+            kept = Advice("keep", 1.0, "the message says in its metadata that it is critical")
+            demoted = Advice("demote", 1.0, "each retry is demoted by one priority")
+            return kept if asked.facts.get("critical") is True else demoted
         case "recovery":
             return _recovery(asked)
         case "reversal_class":
@@ -139,12 +141,6 @@ def _ruled(asked: Question) -> Advice:
             return _conflict(asked.facts)
         case "dead_letter":
             return _dead_letter(asked.facts)
-
-
-def _demotion(facts: dict[str, Any]) -> Advice:
-    if facts.get("critical") is True:
-        return Advice("keep", 1.0, "the message says in its metadata that it is critical")
-    return Advice("demote", 1.0, "each retry is demoted by one priority")
 
 
 def _recovery(asked: Question) -> Advice:

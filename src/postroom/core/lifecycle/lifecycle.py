@@ -364,7 +364,10 @@ def _failed(
         error=error[:ERROR_CHARS_MAX],
     )
     if delay_ns is None or failed.retries > failed.max_retries:
-        return _buried(failed, moment, happened)
+        kind = _kind_of("bury", failed, "DEAD_LETTER")
+        after = replace(failed, state="DEAD_LETTER", ended_us=moment.wall_us)
+        dead = _event(kind, after, moment, 1, error_type=happened.error_type, error=happened.error)
+        return Step(after, (happened, dead))
     if lane is not None:
         failed = replace(failed, lane=lane)
     if delay_ns <= 0:
@@ -376,13 +379,6 @@ def _failed(
     after = replace(failed, state="RETRYING", due=now + delay_ns, ready_at=now)
     scheduled = _event(kind, after, moment, 1, detail={"delay_s": delay_ns / NANOS_PER_S})
     return Step(after, (happened, scheduled))
-
-
-def _buried(failed: Record, moment: Moment, happened: Event) -> Step:
-    kind = _kind_of("bury", failed, "DEAD_LETTER")
-    after = replace(failed, state="DEAD_LETTER", ended_us=moment.wall_us)
-    dead = _event(kind, after, moment, 1, error_type=happened.error_type, error=happened.error)
-    return Step(after, (happened, dead))
 
 
 # ---- results of the harness ------------------------------------------------------------------------

@@ -190,15 +190,11 @@ class SubjectIndex(Generic[T]):
         match = self._cache.get(subject)
         if match is None:
             match = _match(self._matching(subject))
-            self._cache_match(subject, match)
+            self._use.make_room(match.size)
+            if match.size <= self._use.subscriptions_max:
+                self._cache[subject] = match
+                self._count_cached(1, match.size)
         return match
-
-    def _cache_match(self, subject: bytes, match: Match[T]) -> None:
-        size = match.size
-        self._use.make_room(size)
-        if size <= self._use.subscriptions_max:
-            self._cache[subject] = match
-            self._count_cached(1, size)
 
     def _uncache(self, subject: bytes) -> None:
         match = self._cache.pop(subject, None)

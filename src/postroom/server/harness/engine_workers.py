@@ -188,12 +188,6 @@ class WorkerProcesses:
             pause_s = min(RESTART_PAUSE_S * 2 ** (self._deaths - 1), RESTART_PAUSE_S_MAX)
             self._start_after = now + (0.0 if self._deaths == 1 else pause_s)
 
-    def _say_drain(self) -> None:
-        worker_ids = {child.worker_id for child in self._children}
-        read = self._engine.core.commits.read(lambda operations: operations.in_flight(worker_ids))
-        with suppress(PostroomError):
-            self._on_drain(self._engine.blocking.wait(read))
-
     def _put_back(self, child: _Child) -> None:
         try:
             self._engine.blocking.put_back(child.worker_id)
@@ -201,7 +195,10 @@ class WorkerProcesses:
             _log.warning("the messages of worker %s wait for their leases: %s", child.worker_id, error)
 
     def _end_all(self) -> None:
-        self._say_drain()
+        worker_ids = {child.worker_id for child in self._children}
+        read = self._engine.core.commits.read(lambda operations: operations.in_flight(worker_ids))
+        with suppress(PostroomError):
+            self._on_drain(self._engine.blocking.wait(read))
         for child in self._children:
             child.process.terminate()
         deadline = time.monotonic() + KILL_AFTER_S

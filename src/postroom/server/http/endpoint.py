@@ -218,7 +218,10 @@ class Endpoint:
             reply = _error_reply(503, "Unavailable", "the server is stopping: try again soon")
         except BaseException as error:  # noqa: BLE001 - see rule 1
             refusal = _error_to_reply(error, request.identity, server.ids)
-            self._note_refusal(server, request, refusal.status, error)
+            self._log_refusal(server, request, refusal.status, error)
+            if IDENTITY not in request.scope:  # a part of this process notes the refusal of its own call
+                call, client = f"{self.route.method} {self.route.path}", request.scope.get("client")
+                note_refusal(server, call, error, request.identity, client, token=request.token)
             reply = None if isinstance(error, StreamRefused) else refusal
         finally:
             if request.body_bytes_held:
@@ -277,16 +280,6 @@ class Endpoint:
             except msgspec.ValidationError as first:
                 return field_fault(first, "the body", self._bodies[0])
         return field_fault(error, "the body", self._bodies[-1])
-
-    def _note_refusal(
-        self, server: TaskServer, request: HttpRequest, status: int, error: BaseException
-    ) -> None:
-        """Write a refusal into the log, and make an event of it."""
-        self._log_refusal(server, request, status, error)
-        if IDENTITY not in request.scope:  # a part of this process notes the refusal of its own call
-            call = f"{self.route.method} {self.route.path}"
-            client = request.scope.get("client")
-            note_refusal(server, call, error, request.identity, client, token=request.token)
 
     def _log_refusal(
         self, server: TaskServer, request: HttpRequest, status: int, error: BaseException

@@ -214,18 +214,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self.scope[CONNECTION] = self  # type: ignore[literal-required]
         super().on_headers_complete()
         self._head_open = False
-        if len(self.pipeline) > PIPELINED_MAX:
-            self._refuse_later()
+        if len(self.pipeline) > PIPELINED_MAX:  # stop reading: this one is refused after the others
+            self.pipeline.popleft()
+            self.cycle = self.pipeline[0][0]
+            self._overfull, self._request_open = True, False
+            self._stop_timer()
+            self.flow.resume_reading()  # uvicorn now assumes that it reads: no request resumes the transport
+            self.transport.pause_reading()
             raise _BadRequest
-
-    def _refuse_later(self) -> None:
-        """Stop reading, because too many requests are pipelined. This one is refused after the others."""
-        self.pipeline.popleft()
-        self.cycle = self.pipeline[0][0]
-        self._overfull, self._request_open = True, False
-        self._stop_timer()
-        self.flow.resume_reading()  # uvicorn now assumes that it reads, so no request resumes the transport
-        self.transport.pause_reading()
 
     def on_response_complete(self) -> None:
         if self._overfull and not self.pipeline and not self.transport.is_closing():

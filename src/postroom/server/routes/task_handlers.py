@@ -239,7 +239,11 @@ def _under_lease(
     operations: TaskOperations, body: Holder, owners: Sequence[str] | None, org: str
 ) -> Iterator[tuple[Record, int]]:
     """The record of a task that the caller holds, and its lease as the store knows it."""
-    record = _own_record(operations, body.task_id, owners, org)
+    record = operations.transaction.records.get(
+        stored_id(operations.transaction, org, checked_id(body.task_id))
+    )
+    if record is None or not _is_own_task(record, owners):
+        raise UnknownTask(body.task_id)
     if not is_lease(operations.transaction.ids, org, record, body.lease):
         raise lifecycle.stale(record, body.lease)
     try:
@@ -465,15 +469,6 @@ async def _owners(server: TaskServer, request: HttpRequest) -> Sequence[str] | N
         names = (identity.name, *identity.permissions.may_claim)
         return [server.agents.queue_of(identity.org, name) for name in names]
     return None if named is None else (named,)
-
-
-def _own_record(operations: TaskOperations, task_id: str, owners: Sequence[str] | None, org: str) -> Record:
-    """The record as it is within the commit. Raises `UnknownTask` when it belongs to another agent."""
-    stored = stored_id(operations.transaction, org, checked_id(task_id))
-    record = operations.transaction.records.get(stored)
-    if record is None or not _is_own_task(record, owners):
-        raise UnknownTask(task_id)
-    return record
 
 
 def _check_owner(tasks: Tasks, task_id: str, owners: Sequence[str] | None, org: str) -> None:

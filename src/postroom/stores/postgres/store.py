@@ -494,17 +494,14 @@ class PostgresStore(PostgresKeys):
 
     def close(self) -> None:
         with self._group.leading:
-            self._return_numbers()
+            known = self._known
+            if known is not None and known.has_spare and self._outage is None:
+                # Give back the numbers that were taken and not used. When that fails, they stay unused.
+                given = [0, *known.take_spare()]
+                with suppress(psycopg.Error, PostroomError):
+                    self._with_connection(lambda one: one.execute(self.writing["take_numbers"], given))  # type: ignore[arg-type, unused-ignore]
             self._pool.close()
             self._known = None
-
-    def _return_numbers(self) -> None:
-        """Give back the numbers that were taken and not used. When that fails, they stay unused."""
-        known = self._known
-        if known is not None and known.has_spare and self._outage is None:
-            spare = known.take_spare()
-            with suppress(psycopg.Error, PostroomError):
-                self._with_connection(lambda one: one.execute(self.writing["take_numbers"], [0, *spare]))  # type: ignore[arg-type, unused-ignore]
 
     def reopen(self) -> None:
         self.close()

@@ -426,14 +426,11 @@ class RabbitStore(Store):
         self._ledger.reopen()
 
     def close(self) -> None:
-        self._close_broker()
-        self._ledger.close()
-
-    def _close_broker(self) -> None:
         with self._mutex:
             broker, self._broker = self._broker, None
         if broker is not None:
             broker.close()
+        self._ledger.close()
 
 
 def _capabilities(address: BrokerAddress, of_ledger: Capabilities) -> Capabilities:
