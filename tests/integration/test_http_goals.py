@@ -15,6 +15,10 @@ from mcp import Client
 from mcp.client.streamable_http import streamable_http_client
 
 from postroom.calls.fields import SMALL_BODY_BYTES_MAX
+from postroom.client import EngineClient
+from postroom.engine.rules import holds
+from postroom.engine.rules.cells import Likeness
+from tests.integration.commandline import postroom
 from tests.pageworld import PageWorld, page_world
 from tests.waiting import HANG_GUARD_S
 
@@ -130,6 +134,41 @@ def test_an_operator_of_one_organization_sees_only_its_goals(site: Site, decisio
     for path in ("/engine/goals/launch", "/engine/goals/launch/checkpoints", decision, "/page/goals/launch"):
         known, unknown = site.get("bolt", path), site.get("bolt", path.replace("launch", "nothing"))
         assert refused(known, 404).replace("launch", "nothing") == refused(unknown, 404)
+
+
+def test_a_rule_is_shown_to_its_organization_and_can_be_removed(site: Site) -> None:
+    """Over HTTP, by the thin client, on the page and by the command."""
+    store = site.world.engine.store
+
+    def rule(rule_id: str) -> str:
+        likeness = Likeness(rule_id, "ValueError", payload={"n": 1})
+        store.write(lambda transaction: holds.begin(transaction, "acme", "tool_call", likeness))
+        return f"/engine/rules/{rule_id}"
+
+    first = rule("first")
+    [seen] = site.get("acme", "/engine/rules").body["rules"]
+    assert (seen["choice"], seen["payload"], seen["held"]) == ("hold", {"n": 1}, 0)
+    assert site.get("acme", f"{first}/held").body == {"message_ids": []}
+    assert site.get("bolt", "/engine/rules").body == {"rules": []}
+    for who, status in (("nobody", 401), ("agent", 403), ("bolt", 404)):
+        refused(site.post(who, f"{first}/forget"), status)
+        refused(site.post(who, "/page/rules/first/forget"), status)
+        refused(site.get(who, f"{first}/held"), status)
+    assert site.post("acme", f"{first}/forget").body == {"rule_id": "first"}
+    refused(site.post("acme", f"{first}/forget"), 404)
+
+    rule("second")
+    with EngineClient(site.world.url, site.tokens["acme"]) as client:
+        assert [one["rule_id"] for one in client.decisions.rules()] == ["second"]
+        assert client.decisions.held("second") == []
+        client.decisions.forget("second")
+    rule("third")
+    assert [one["rule_id"] for one in site.get("acme", "/page/decisions").body["rules"]] == ["third"]
+    where = ("--url", site.world.url, "--token", site.tokens["acme"])
+    assert postroom("engine", "decisions", "rules", *where).line["pattern"] == "tool_call ValueError"
+    assert postroom("engine", "decisions", "held", "third", *where).lines == []
+    assert postroom("engine", "decisions", "forget", "third", *where).line == {"rule_id": "third"}
+    assert site.get("boss", "/engine/rules").body == {"rules": []}
 
 
 def test_bad_ids_are_unknown(site: Site) -> None:

@@ -18,7 +18,8 @@ from playwright.sync_api import APIResponse, Browser, BrowserContext, Page, Rout
 
 from postroom import Breaker, Engine
 from postroom.core.lifecycle import breaker
-from postroom.engine.rules.cells import CIRCUITS
+from postroom.engine.rules import holds
+from postroom.engine.rules.cells import CIRCUITS, Likeness
 from postroom.server.access.tokens import Permissions, TokenRegistry
 from postroom.stores.transaction import Transaction
 from tests import pagebudgets
@@ -574,6 +575,20 @@ def test_a_person_decides(world: PageWorld, page: Page) -> None:
     expect(page.get_by_text("No decision waits for a person.")).to_be_visible()
     [taken] = [one for one in world.wait(world.engine.decisions.list(decided=True)) if one.kind == "merge"]
     assert (taken.by, taken.choice) == ("person", "branch")
+
+
+def test_a_rule_that_holds_messages_is_shown_and_removed(world: PageWorld, page: Page) -> None:
+    likeness = Likeness("rule-1", "ValueError", payload={"tool": "fax"})
+    store = world.engine.store
+    store.write(lambda transaction: holds.begin(transaction, "acme", "tool_call", likeness))
+    page.goto(f"{world.url}/#/decisions")
+    rules = page.get_by_role("table", name="Rules in force")
+    expect(rules).to_contain_text("tool_call ValueError")
+    expect(rules).to_contain_text('"tool": "fax"')
+    rules.get_by_role("button", name="Remove").click()
+    expect(page.get_by_text("The rule is removed.")).to_be_visible()
+    expect(rules).to_have_count(0)
+    assert world.wait(world.engine.decisions.rules()) == []
 
 
 def test_a_goal_is_rolled_back_after_a_preview(world: PageWorld, page: Page) -> None:

@@ -158,6 +158,7 @@ class Planted:
             "/page/decisions/{id}": [{"choice": "main"}],
             "/page/messages/{id}/cancel": [{}],
             "/page/messages/{id}/retry": [{}],
+            "/page/rules/{id}/forget": [{}],
         }
         assert bodies.keys() | OPEN >= set(_paths("POST"))
         names = {"/page/goals/{id}/rollback": "goal", "/page/decisions/{id}": decision}

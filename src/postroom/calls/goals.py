@@ -53,6 +53,26 @@ class Answer(ShowDecision, frozen=True, kw_only=True):
     route: ClassVar[Route] = post("/engine/decisions/{id}/answer", "decision.answer")
 
 
+class ListRules(Verb, frozen=True, kw_only=True):
+    """Rules that are in force: those learned from decisions, and those that hold messages."""
+
+    route: ClassVar[Route] = get("/engine/rules", "decision.read")
+
+
+class ListHeld(Verb, frozen=True, kw_only=True):
+    """The messages that a rule holds."""
+
+    rule_id: Id = msgspec.field(name="id")
+
+    route: ClassVar[Route] = get("/engine/rules/{id}/held", "decision.read")
+
+
+class ForgetRule(ListHeld, frozen=True, kw_only=True):
+    """Remove a rule. A worker queues the messages that it held."""
+
+    route: ClassVar[Route] = post("/engine/rules/{id}/forget", "decision.answer")
+
+
 class ListConflicts(Verb, frozen=True, kw_only=True):
     """Operations that are under way."""
 

@@ -263,6 +263,18 @@ class DecisionCalls:
         """Take a decision."""
         return dict(self._client.call(goals.Answer(decision_id=decision_id, choice=choice)))
 
+    def rules(self) -> Rows:
+        """The rules that are in force, each with the number of messages that it holds."""
+        return list(self._client.call(goals.ListRules())["rules"])
+
+    def held(self, rule_id: str) -> Ids:
+        """The ids of the messages that a rule holds, the oldest first."""
+        return list(self._client.call(goals.ListHeld(rule_id=rule_id))["message_ids"])
+
+    def forget(self, rule_id: str) -> None:
+        """Remove a rule. A worker queues the messages that it held."""
+        self._client.call(goals.ForgetRule(rule_id=rule_id))
+
 
 class BouncedAnswers:
     """`client.bounces`: answers that no agent fetched, for users and systems."""

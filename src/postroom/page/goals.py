@@ -11,7 +11,7 @@ from postroom.engine.rules.cells import SEPARATOR
 from postroom.engine.rules.operations import Operations
 from postroom.errors import InvalidMessage, RollbackRefused, UnknownCheckpoint
 from postroom.goals import decisions as decision_cells
-from postroom.goals.goal_cells import CHECKPOINTS, OPEN, STATES, Checkpoint, Decision, GoalEffect
+from postroom.goals.goal_cells import CHECKPOINTS, OPEN, STATES, Checkpoint, Decision, GoalEffect, LearnedRule
 from postroom.goals.goals import GoalStatus, status_of
 from postroom.goals.graph import branches
 from postroom.goals.progress import CHECKPOINTS_MAX
@@ -28,7 +28,7 @@ from postroom.page.redaction import (
 )
 from postroom.server.http.exchange import HttpReply, HttpRequest
 from postroom.server.http.task_server import TaskServer
-from postroom.server.routes.goal_handlers import answered, check_goal
+from postroom.server.routes.goal_handlers import answered, check_goal, visible_rules
 from postroom.stores.transaction import Transaction
 
 STAGED_SHOWN_MAX: Final = 100
@@ -54,8 +54,13 @@ async def decisions(server: TaskServer, request: HttpRequest) -> HttpReply:
     identity = request.identity
     seen = [one for one in found if permit(identity, "decision.read", of_organization(one.org_id))]
 
+    rules = await visible_rules(server, request)
+
     def shown() -> dict[str, Any]:
-        return {"decisions": [_shown(request, one) for one in seen]}
+        return {
+            "decisions": [_shown(request, one) for one in seen],
+            "rules": [_shown_rule(request, one) for one in rules],
+        }
 
     return await shown_by(server, request, shown)
 
@@ -72,8 +77,21 @@ def _shown(request: HttpRequest, decision: Decision) -> dict[str, Any]:
         "options": list(question.options),
         "default": question.default,
         "question": shown_json(request, question.facts),
+        "proposed": decision.proposed,
         "reasoning": shown_text(request, decision.reasoning),
         "subject": shown_texts(request, subject),
+    }
+
+
+def _shown_rule(request: HttpRequest, rule: LearnedRule) -> dict[str, Any]:
+    return {
+        "rule_id": rule.rule_id,
+        "org_id": rule.org_id,
+        "kind": rule.kind,
+        "choice": rule.choice,
+        "held": rule.held,
+        "pattern": shown_text(request, rule.pattern),
+        "payload": shown_json(request, rule.payload),
     }
 
 

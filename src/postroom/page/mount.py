@@ -37,7 +37,7 @@ from postroom.server.http.endpoint import Endpoint, Handler, NoFields, ServedRou
 from postroom.server.http.exchange import JSON_TYPE, HttpReply, HttpRequest, Refusal
 from postroom.server.http.listener import CONNECTION
 from postroom.server.http.task_server import TaskServer
-from postroom.server.routes import event_streams
+from postroom.server.routes import event_streams, goal_handlers
 
 if TYPE_CHECKING:
     from postroom.core.redaction import Redactor
@@ -245,6 +245,7 @@ class PageMount:
             _change("/page/replay", letters.replay, "letter.replay", letters.LettersReplay),
             _read("/page/decisions", goals.decisions, "decision.read"),
             _change("/page/decisions/{id}", goals.answer, "decision.answer", Answer),
+            _change("/page/rules/{id}/forget", goal_handlers.forget_rule, "decision.answer"),
             _read("/page/goals", goals.goals, "goal.read"),
             _read("/page/goals/{id}", goals.goal, "goal.read"),
             _change("/page/goals/{id}/rollback", goals.rollback, "goal.rollback", goals.RollbackBody),

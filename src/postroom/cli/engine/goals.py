@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 goal_argument = click.argument("goal_id", metavar="GOAL_ID")
 decision_argument = click.argument("decision_id", metavar="DECISION_ID")
+rule_argument = click.argument("rule_id", metavar="RULE_ID")
 folder_option = default_data_option
 
 
@@ -233,7 +234,7 @@ def save_node(
 
 @click.group(context_settings=HELP_OPTIONS)
 def decisions() -> None:
-    """Decisions that wait for a person, and rules that were learned from decisions.
+    """Decisions that wait for a person, and rules that follow from decisions.
 
     \b
     Example:
@@ -255,7 +256,7 @@ def list_decisions(shell: Shell, place: Place) -> None:
     shown = rows
     if shell.output.readable:
         shown = [{**row, "options": ", ".join(row["question"]["options"])} for row in rows]
-    columns = ["decision_id", "kind", "org_id", "state", "options"]
+    columns = ["decision_id", "kind", "org_id", "state", "options", "proposed"]
     shell.output.rows(columns, shown, "no decision is waiting")
 
 
@@ -289,31 +290,47 @@ def answer_decision(shell: Shell, place: Place, decision_id: str, choice: str) -
 
 
 @decisions.command()
-@on_folder
-def rules(shell: Shell, engine: "Engine") -> None:
-    """List the rules that were learned: the same decision for the same pattern, five times in a row.
+@on_place
+def rules(shell: Shell, place: Place) -> None:
+    """List the rules that are in force, and how many messages each holds.
+
+    A rule was learned from the same decision for the same pattern, five times in a row, or it holds messages
+    like those that failed for good.
 
     \b
     Example:
       postroom engine decisions rules --data run
     """
-    found = plain(engine.blocking.decisions.rules())
-    columns = ["rule_id", "org_id", "kind", "pattern", "choice"]
-    shell.output.rows(columns, found, "no rule was learned yet")
+    columns = ["rule_id", "org_id", "kind", "pattern", "choice", "held"]
+    shell.output.rows(columns, plain(place.decisions.rules()), "no rule is in force")
 
 
 @decisions.command()
-@click.argument("rule_id", metavar="RULE_ID")
-@on_folder
-def forget(shell: Shell, engine: "Engine", rule_id: str) -> None:
-    """Delete a learned rule. The adviser is asked again about questions that the rule answered.
+@rule_argument
+@on_place
+def held(shell: Shell, place: Place, rule_id: str) -> None:
+    """List the messages that a rule holds, the oldest first.
+
+    \b
+    Example:
+      postroom engine decisions held 5c0d8a52-0c0b-4c0e-9c50-3f1f6a1c7f10 --data run
+    """
+    rows = [{"message_id": message_id} for message_id in place.decisions.held(rule_id)]
+    shell.output.rows(["message_id"], rows, "the rule holds no message")
+
+
+@decisions.command()
+@rule_argument
+@on_place
+def forget(shell: Shell, place: Place, rule_id: str) -> None:
+    """Remove a rule. The adviser is asked again, and workers get the messages that the rule held.
 
     \b
     Example:
       postroom engine decisions forget 5c0d8a52-0c0b-4c0e-9c50-3f1f6a1c7f10 --data run
     """
-    engine.blocking.decisions.forget(rule_id)
-    shell.output.facts({"rule_id": rule_id}, f"rule {rule_id} is deleted")
+    place.decisions.forget(rule_id)
+    shell.output.facts({"rule_id": rule_id}, f"rule {rule_id} is removed")
 
 
 # ---- conflicts ---------------------------------------------------------------------------------------

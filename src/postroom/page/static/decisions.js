@@ -1,7 +1,7 @@
-// Decisions that wait for a person.
+// Decisions that wait for a person, and the rules that are in force.
 
 import { get, post } from "./api.js";
-import { code, complain, h, messageLink, notify, replace, seconds, seldom } from "./dom.js";
+import { code, complain, h, messageLink, notify, number, replace, seconds, section, seldom, table } from "./dom.js";
 
 export async function show(content, { isCurrent, fail, session }) {
   const place = h("div");
@@ -9,11 +9,22 @@ export async function show(content, { isCurrent, fail, session }) {
   content.append(h("h1", {}, "Decisions"), place);
 
   async function load() {
-    const { decisions } = await get("/page/decisions");
-    const text = JSON.stringify(decisions);
+    const { decisions, rules } = await get("/page/decisions");
+    const text = JSON.stringify([decisions, rules]);
     if (!isCurrent() || text === known) return;
     known = text;
-    replace(place, decisions.length ? decisions.map((one) => card(one, answer, session.operates)) : h("p", { class: "empty" }, "No decision waits for a person."));
+    const cards = decisions.length ? decisions.map((one) => card(one, answer, session.operates)) : h("p", { class: "empty" }, "No decision waits for a person.");
+    replace(place, cards, rules.length > 0 && section("Rules in force", ruleTable(rules, forget, session.operates)));
+  }
+
+  async function forget(rule) {
+    try {
+      await post("/page/rules/" + encodeURIComponent(rule.rule_id) + "/forget", {});
+      await load();
+      notify("The rule is removed.");
+    } catch (error) {
+      complain(error);
+    }
   }
 
   async function answer(id, choice) {
@@ -47,7 +58,20 @@ function card(one, answer, operates) {
   );
 }
 
+function ruleTable(rules, forget, operates) {
+  const columns = [
+    ["organization", (one) => one.org_id],
+    ["decides about", (one) => one.kind.replaceAll("_", " ")],
+    ["pattern", (one) => one.pattern],
+    ["payloads with", (one) => one.payload],
+    ["choice", (one) => one.choice],
+    ["held messages", (one) => number(one.held), "number"],
+    operates && ["remove", (one) => h("button", { type: "button", "data-key": one.rule_id, onclick: () => forget(one) }, "Remove")],
+  ].filter(Boolean);
+  return table("Rules in force", columns, rules, { hideCaption: true });
+}
+
 function choices(one, answer, operates) {
   if (!operates) return h("p", { class: "hint" }, "Your token may only read. The choices are: ", one.options.join(", "), ".");
-  return h("p", { class: "buttons" }, one.options.map((option) => h("button", { type: "button", "data-key": one.decision_id + option, onclick: () => answer(one.decision_id, option) }, option)));
+  return h("p", { class: "buttons" }, one.options.map((option) => h("button", { type: "button", "data-key": one.decision_id + option, onclick: () => answer(one.decision_id, option) }, option === one.proposed ? [option, " (proposed)"] : option)));
 }

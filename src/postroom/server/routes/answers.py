@@ -9,7 +9,7 @@ from postroom.core.health.health import Verdict
 from postroom.engine.agents.agent_operations import AgentInfo
 from postroom.engine.agents.bounces import BouncedAnswer
 from postroom.engine.dlq import DeadLetter
-from postroom.goals.goal_cells import Active, Checkpoint, Decision, Waiting
+from postroom.goals.goal_cells import Active, Checkpoint, Decision, LearnedRule, Waiting
 from postroom.goals.goals import GoalStatus
 from postroom.server.harness.harness import HarnessStatus
 
@@ -62,6 +62,24 @@ class DecisionsAnswer(msgspec.Struct, frozen=True):
     """Decisions that nobody has taken yet."""
 
     decisions: list[Decision]
+
+
+class RulesAnswer(msgspec.Struct, frozen=True):
+    """Rules that are in force."""
+
+    rules: list[LearnedRule]
+
+
+class RuleAnswer(msgspec.Struct, frozen=True):
+    """The rule that was removed."""
+
+    rule_id: str
+
+
+class HeldAnswer(msgspec.Struct, frozen=True):
+    """The ids of messages that a rule holds."""
+
+    message_ids: list[str]
 
 
 class GoalsAnswer(msgspec.Struct, frozen=True):

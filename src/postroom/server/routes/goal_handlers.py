@@ -6,13 +6,21 @@ Rule 1: an operator of one organization sees and decides only what belongs to it
 from postroom.calls.goals import Answer
 from postroom.core.gate import of_organization, permit, visible_org
 from postroom.errors import UnknownDecision, UnknownGoal
-from postroom.goals.goal_cells import Decision
+from postroom.goals.goal_cells import Decision, LearnedRule
 from postroom.goals.goals import GoalStatus
 from postroom.goals.rollback import goal_of
 from postroom.server.access.registry import Identity
 from postroom.server.http.exchange import HttpRequest
 from postroom.server.http.task_server import TaskServer
-from postroom.server.routes.answers import CheckpointsAnswer, ConflictsAnswer, DecisionsAnswer, GoalsAnswer
+from postroom.server.routes.answers import (
+    CheckpointsAnswer,
+    ConflictsAnswer,
+    DecisionsAnswer,
+    GoalsAnswer,
+    HeldAnswer,
+    RuleAnswer,
+    RulesAnswer,
+)
 from postroom.stores.transaction import Transaction
 
 # ---- decisions -------------------------------------------------------------------------------------
@@ -49,6 +57,39 @@ async def _decision(server: TaskServer, request: HttpRequest) -> Decision:
     if not permit(request.identity, "decision.read", of_organization(found.org_id)):
         raise UnknownDecision(decision_id)
     return found
+
+
+# ---- rules -----------------------------------------------------------------------------------------
+
+
+async def rules(server: TaskServer, request: HttpRequest) -> RulesAnswer:
+    return RulesAnswer(await visible_rules(server, request))
+
+
+async def held(server: TaskServer, request: HttpRequest) -> HeldAnswer:
+    rule = await _rule(server, request)
+    return HeldAnswer(await server.engine.decisions.held(rule.rule_id))
+
+
+async def forget_rule(server: TaskServer, request: HttpRequest) -> RuleAnswer:
+    rule = await _rule(server, request)
+    await server.engine.decisions.forget(rule.rule_id)
+    server.server_log.write("rule_removed", rule=rule.rule_id, agent=request.identity.name)
+    return RuleAnswer(rule.rule_id)
+
+
+async def visible_rules(server: TaskServer, request: HttpRequest) -> list[LearnedRule]:
+    """The rules that the caller may see."""
+    found, identity = await server.engine.decisions.rules(), request.identity
+    return [one for one in found if permit(identity, "decision.read", of_organization(one.org_id))]
+
+
+async def _rule(server: TaskServer, request: HttpRequest) -> LearnedRule:
+    rule_id = request.path_param("id")
+    found = [one for one in await visible_rules(server, request) if one.rule_id == rule_id]
+    if not found:
+        raise UnknownDecision(rule_id, "rule")
+    return found[0]
 
 
 # ---- goals and conflicts ---------------------------------------------------------------------------
