@@ -41,6 +41,11 @@ async def delete(name: str, ctx: Context[Any, Any]) -> str:
     return f"deleted {name}"
 
 
+@server.tool(annotations=types.ToolAnnotations(read_only_hint=True, open_world_hint=False))
+async def check(name: str) -> str:
+    raise ToolError(f"{name} is not well-formed")
+
+
 @server.tool(annotations=types.ToolAnnotations(destructive_hint=False))
 async def add(name: str) -> str:
     return f"added {name}"

@@ -434,10 +434,12 @@ class TokensExhausted(MessageFailed):
 class ToolFailed(Rejected):
     """A tool of an MCP server answered with an error. The call is not retried: the tool has run."""
 
-    def __init__(self, service: str, tool: str, reason: str) -> None:
+    def __init__(self, service: str, tool: str, reason: str, *, is_callers_fault: bool = False) -> None:
         self.service = service
         self.tool = tool
         self.reason = reason
+        self.is_callers_fault = is_callers_fault
+        """Whether the error says nothing of the health of the service."""
         super().__init__(f"tool {tool!r} of {service} failed: {reason}")
 
 

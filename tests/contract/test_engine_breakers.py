@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from postroom import Breaker, Policy
+from postroom.core.lifecycle.breaker import Circuit
 from postroom.core.lifecycle.retry import Retry
+from postroom.engine.rules.cells import CIRCUITS
+from postroom.errors import ValidationError
 from tests.engines import EngineUnderTest
 
 COOLDOWN_S = 300.0
@@ -107,4 +110,87 @@ def test_one_failure_never_opens_the_breaker_of_all(tmp_path: Path) -> None:
     other = world.submit(org_id="acme")
     world.run_all()
     assert world.state(other) == "COMPLETED"
+    world.close()
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[EngineUnderTest]:
+    """A service that three messages of one organization close."""
+    world = EngineUnderTest(f"sqlite:///{tmp_path}/queue.db", Policy(breaker=Breaker(failures=3)))
+    yield world
+    world.close()
+
+
+def failing_with(world: EngineUnderTest, error: Exception, **options: Any) -> None:
+    @world.engine.handler("tool_call", service="slack", **options)
+    async def run(message: Any, _ctx: Any) -> None:
+        if message.payload.get("fails"):
+            raise error
+
+
+class PydanticLike:
+    """As the module of a library that has a class of this name, too."""
+
+    class ValidationError(ValueError):
+        """Not that of postroom."""
+
+
+BUGS = [
+    TypeError("x"), KeyError("x"), IndexError("x"), NameError("x"), AttributeError("x"), AssertionError("x"),
+    ZeroDivisionError("x"), ImportError("x"), ValidationError("x"), PydanticLike.ValidationError("x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: type(bug).__qualname__)
+def test_bug_of_a_handler_does_not_count_for_its_service(alone: EngineUnderTest, bug: Exception) -> None:
+    failing_with(alone, bug, retry=NO_RETRY)
+    fail_calls(alone, 10)
+    assert breakers(alone) == {}
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionError("x"), TimeoutError("x"), RuntimeError("x"), ValueError("x")]
+)
+def test_other_errors_count_for_the_service(alone: EngineUnderTest, error: Exception) -> None:
+    failing_with(alone, error, retry=NO_RETRY)
+    fail_calls(alone, 3)
+    assert breakers(alone)["slack"].state == "open"
+
+
+def test_one_message_counts_once_in_a_window(alone: EngineUnderTest) -> None:
+    failing_with(alone, ConnectionError("down"), retry=Retry(max_retries=5, delay_s=0))
+    fail_calls(alone, 2)
+    assert breakers(alone)["slack"].state == "closed"
+    fail_calls(alone, 1)
+    assert breakers(alone)["slack"].state == "open"
+
+
+def test_failures_that_were_stored_without_messages_count(alone: EngineUnderTest) -> None:
+    failing_with(alone, ConnectionError("down"), retry=NO_RETRY)
+    alone.engine.store.write(
+        lambda transaction: CIRCUITS.put(
+            transaction, Circuit(failed_at=(transaction.steady_ns,) * 2), "acme", "slack"
+        )
+    )
+    fail_calls(alone, 1)
+    assert breakers(alone)["slack"].state == "open"
+
+
+@pytest.mark.parametrize(
+    ("rule", "p0", "others"),
+    [
+        (Breaker(failures=1), "DEAD_LETTER", "SCHEDULED"),
+        (Breaker(failures=1, p0="defer"), "SCHEDULED", "SCHEDULED"),
+        (Breaker(failures=1, p0="defer", on_open="fail"), "SCHEDULED", "DEAD_LETTER"),
+    ],
+)
+def test_p0_message_to_an_open_service_fails_at_once(rule: Breaker, p0: str, others: str) -> None:
+    world = EngineUnderTest("memory://", Policy(breaker=rule))
+    failing_with(world, ConnectionError("down"), retry=NO_RETRY)
+    fail_calls(world, 1)
+    urgent, other = world.submit(priority=0), world.submit(priority=1)
+    world.run_all()
+    assert (world.state(urgent), world.state(other)) == (p0, others)
+    if p0 == "DEAD_LETTER":
+        assert world.wait(world.engine.get(urgent.message_id)).errors[-1]["error_type"] == "BreakerOpen"
     world.close()

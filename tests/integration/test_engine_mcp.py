@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from postroom import Engine, MessageFailed, Policy, Retry
+from postroom import Breaker, Engine, MessageFailed, Policy, Retry
 from postroom.errors import InvalidSetting
 from postroom.goals.goal_cells import EFFECTS
 from tests.waiting import HANG_GUARD_S
@@ -18,10 +18,9 @@ from tests.waiting import HANG_GUARD_S
 TEST_SERVER = Path(__file__).resolve().parents[1] / "mcpserver.py"
 
 
-def opened(folder: Path) -> Engine:
-    engine = Engine.open(
-        f"sqlite:///{folder / 'queue.db'}", Policy(retries={"tool_call": Retry(delay_s=0.01)})
-    )
+def opened(folder: Path, **rules: Any) -> Engine:
+    policy = Policy(retries={"tool_call": Retry(delay_s=0.01)}, **rules)
+    engine = Engine.open(f"sqlite:///{folder / 'queue.db'}", policy)
     engine.mcp("test", command=[sys.executable, str(TEST_SERVER), str(folder / "calls")])
     return engine
 
@@ -106,6 +105,19 @@ def test_a_server_starts_in_a_program_that_has_replaced_its_stderr(
         await engine.request(**calling("count", steps=1), timeout_s=HANG_GUARD_S)
 
     run(opened(tmp_path), check)
+
+
+def test_error_of_a_tool_counts_for_its_server_unless_the_tool_calls_nothing_outside(tmp_path: Path) -> None:
+    engine = opened(tmp_path, breaker=Breaker(failures=1))
+
+    async def check(engine: Engine) -> None:
+        for tool, state in (("check", None), ("delete", "open")):
+            with pytest.raises(MessageFailed, match=r"is not well-formed|no such thing"):
+                await engine.request(**calling(tool, name="missing"), timeout_s=HANG_GUARD_S)
+            found = (await engine.status()).breakers.get("test")
+            assert (found and found.state) == state
+
+    run(engine, check)
 
 
 @pytest.mark.statement("mcp-idempotent")

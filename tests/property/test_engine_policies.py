@@ -200,14 +200,16 @@ def test_breaker_opens_after_failures_and_only_its_probe_closes_it(
     rule: Breaker, steps: list[tuple[str, str, int]]
 ) -> None:
     circuit, now = CLOSED, 0
-    failed_at: list[int] = []
+    failed_at: dict[str, int] = {}
     for verb, message_id, seconds in steps:
         now += seconds * NANOS_PER_S
         before = circuit
         if verb == "call":
             circuit = _called(circuit, message_id, now)
         elif verb == "fail":
-            failed_at = [at for at in failed_at if now - at < rule.window_s * NANOS_PER_S] + [now]
+            failed_at = {
+                name: at for name, at in failed_at.items() if now - at < rule.window_s * NANOS_PER_S
+            } | {message_id: now}
             circuit = breaker.failed(circuit, rule, message_id, now)
             _check_failure(before, circuit, rule, message_id, now, failed_at)
         else:
@@ -215,7 +217,7 @@ def test_breaker_opens_after_failures_and_only_its_probe_closes_it(
             if circuit != before:
                 assert (before.state, before.probe, circuit) == ("half_open", message_id, CLOSED)
         if circuit.state != "closed":
-            failed_at = []
+            failed_at = {}
         assert len(circuit.failed_at) < rule.failures
 
 
@@ -237,7 +239,7 @@ def _called(circuit: Circuit, message_id: str, now: int) -> Circuit:
 
 
 def _check_failure(
-    before: Circuit, after: Circuit, rule: Breaker, message_id: str, now: int, failed_at: list[int]
+    before: Circuit, after: Circuit, rule: Breaker, message_id: str, now: int, failed_at: dict[str, int]
 ) -> None:
     match before.state:
         case "open":

@@ -85,6 +85,11 @@ FLOOD: Final = 12
 ORGANIZATIONS: Final = ("acme", "bolt", "crux")
 TYPES: Final = ("tool_call", "model_call", "memory_save")
 SERVICES: Final = ("", "", "search", "model")
+ON_OPEN: Final[tuple[dict[str, Any], ...]] = (
+    {"p0": "fail"},
+    {"p0": "defer"},
+    {"on_open": "fail", "p0": "defer"},
+)
 TOOLS: Final = ("draw", "write", "read")
 TARGETS: Final = ("deploy", "ledger")
 ROUTES: Final = {"model_call": (Route("model"), Route("image", "draw"))}
@@ -904,7 +909,7 @@ def _policy(chance: random.Random) -> Policy:
         breaker=Breaker(
             failures=chance.choice((2, 5)),
             cooldown_s=chance.choice((5.0, 300.0)),
-            on_open=chance.choice(("defer", "defer", "fail")),
+            **chance.choice(ON_OPEN),
         ),
         capacities={"seats": 3.0},
         guard=chance.choice((Guard(), Guard(tokens=1_000_000), Guard(tokens=60), Guard(messages=20))),

@@ -1,13 +1,15 @@
 """The circuit breaker of one service, as a value.
 
-Rule 1: closed, it counts failures in a window. Open, it lets nothing through. After the cooldown, one
-        message probes the service (half open): its success closes the breaker, its failure opens it again.
+Rule 1: closed, it counts the messages that failed in a window. Open, it lets nothing through. After the
+        cooldown, one message probes the service (half open): its success closes the breaker, its failure
+        opens it again.
 Rule 2: a shared breaker counts organizations, not failures: one organization that fails again and again
         opens only its own breaker.
 Rule 3: nothing here reads a clock. Times are nanoseconds of the store's clock.
 """
 
-from typing import Literal, TypeAlias
+from itertools import zip_longest
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -29,6 +31,8 @@ class Breaker(msgspec.Struct, frozen=True, kw_only=True):
     cooldown_s: Delay = 300.0
     on_open: Literal["defer", "fail"] = "defer"
     """What happens to messages of an open service: they wait for the cooldown, or become dead letters."""
+    p0: Literal["defer", "fail"] = "fail"
+    """The same for messages that were accepted with P0: nobody waits minutes for the answer to a voice."""
 
     def __post_init__(self) -> None:
         fit_fields(self)
@@ -41,7 +45,7 @@ class Circuit(msgspec.Struct, frozen=True, omit_defaults=True):
     failed_at: tuple[int, ...] = ()
     """When the failures in the window happened."""
     failed_by: tuple[str, ...] = ()
-    """In a shared breaker, the organization of each of these failures."""
+    """The message of each of these failures; in a shared breaker, its organization."""
     open_until: int = 0
     probe: str = ""
     """The message that probes the service."""
@@ -53,14 +57,13 @@ CLOSED = Circuit()
 
 
 def failed(circuit: Circuit, rule: Breaker, message_id: str, now_ns: int) -> Circuit:
-    """A call of the service failed."""
-    window = round(rule.window_s * NANOS_PER_S)
-    recent = (*(at for at in circuit.failed_at if now_ns - at < window), now_ns)[-rule.failures :]
-    if circuit.state == "open" or (circuit.state == "half_open" and circuit.probe != message_id):
-        return circuit  # a call that began before the breaker opened
+    """A call of the service failed. Its message counts once in the window."""
+    if _is_late(circuit, message_id):
+        return circuit
+    recent = _recent(circuit, rule, message_id, now_ns)
     if circuit.state == "half_open" or len(recent) >= rule.failures:
         return opened(rule, now_ns)
-    return replace(circuit, failed_at=recent)
+    return replace(circuit, **_counted(recent))
 
 
 def failed_shared(circuit: Circuit, rule: Breaker, message_id: str, org_id: str, now_ns: int) -> Circuit:
@@ -69,16 +72,29 @@ def failed_shared(circuit: Circuit, rule: Breaker, message_id: str, org_id: str,
     A failed probe lets another organization probe at once: its failure may be the fault of its organization,
     whose own breaker opens.
     """
-    if circuit.state == "open" or (circuit.state == "half_open" and circuit.probe != message_id):
+    if _is_late(circuit, message_id):
         return circuit
-    window = round(rule.window_s * NANOS_PER_S)
-    pairs = zip(circuit.failed_at, circuit.failed_by, strict=True)
-    recent = [(at, by) for at, by in pairs if now_ns - at < window and by != org_id]
-    recent.append((now_ns, org_id))
+    recent = _recent(circuit, rule, org_id, now_ns)
     if len(recent) >= max(rule.failures, SHARED_FAILURES_MIN):
         return opened(rule, now_ns)
-    failed_at, failed_by = tuple(at for at, _ in recent), tuple(by for _, by in recent)
-    return replace(circuit, failed_at=failed_at, failed_by=failed_by, probe="", probe_until=0)
+    return replace(circuit, probe="", probe_until=0, **_counted(recent))
+
+
+def _is_late(circuit: Circuit, message_id: str) -> bool:
+    """Whether a call that ended now began before the breaker opened."""
+    return circuit.state == "open" or (circuit.state == "half_open" and circuit.probe != message_id)
+
+
+def _recent(circuit: Circuit, rule: Breaker, by: str, now_ns: int) -> list[tuple[int, str]]:
+    """The failures in the window, the newest one of each message or organization, and one by `by` now."""
+    window = round(rule.window_s * NANOS_PER_S)
+    pairs = zip_longest(circuit.failed_at, circuit.failed_by, fillvalue="")  # stored without names before
+    recent = [(int(at), str(name)) for at, name in pairs if now_ns - int(at) < window and name != by]
+    return [*recent, (now_ns, by)]
+
+
+def _counted(recent: list[tuple[int, str]]) -> dict[str, tuple[Any, ...]]:
+    return {"failed_at": tuple(at for at, _ in recent), "failed_by": tuple(name for _, name in recent)}
 
 
 def opened(rule: Breaker, now_ns: int) -> Circuit:

@@ -381,7 +381,8 @@ class Claims:
             self._breakers.let_through(service, record.message_id, self._lease_ns)
             return True
         reason = f"the breaker of service {service.name} is open"
-        if self._policy.breaker_of(service.name).on_open == "fail":
+        rule = self._policy.breaker_of(service.name)
+        if (rule.on_open if record.priority else rule.p0) == "fail":
             self._fail(head, reason, "BreakerOpen")
             return False
         self._defer(record, breaker.wait_ns(circuit, self._transaction.steady_ns), reason)

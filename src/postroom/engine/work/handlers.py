@@ -38,6 +38,10 @@ TOO_MANY_REQUESTS: Final = 429
 TIMEOUT_S_MAX: Final = 86_400.0
 _FINAL = (ValidationError, EffectUnknown, GuardTripped, TokensExhausted, Bounced, ToolFailed)
 """Errors that another attempt would meet again."""
+_BUGS = (
+    TypeError, LookupError, NameError, AttributeError, ArithmeticError, AssertionError, ImportError,
+)  # fmt: skip
+"""Errors that show a bug in a handler. So does a `ValidationError` of any library."""
 
 Pool: TypeAlias = Literal["thread", "process"]
 Shape: TypeAlias = Any
@@ -266,11 +270,20 @@ def failed(
         spread=spread,
         type=claimed.type,
         service=None if handler is None else service_of(claimed, handler),
-        counts_for_breaker=not isinstance(error, (*_FINAL, RateLimited, Overloaded)),
+        counts_for_breaker=_is_of_service(error),
         body=claimed.body,
         usage=usage,
         grant=claimed.grant,
     )
+
+
+def _is_of_service(error: BaseException) -> bool:
+    """Whether an error shows a failure of the service that the handler called."""
+    if isinstance(error, ToolFailed):
+        return not error.is_callers_fault
+    if isinstance(error, (*_FINAL, *_BUGS, RateLimited, Overloaded)):
+        return False
+    return all(kind.__name__ != "ValidationError" for kind in type(error).__mro__)
 
 
 def ended(claimed: Claimed, kind: Literal["released", "crashed"], error: str = "") -> Outcome:

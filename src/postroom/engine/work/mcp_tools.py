@@ -4,6 +4,8 @@ Rule 1: a tool that may change something runs as an effect, so a retry does not 
         it. Only an idempotent tool is called again when it is not known whether it has run.
 Rule 2: one connection to a server for each event loop, opened with the first call and kept.
 Rule 3: the MCP library is imported with the first call.
+Rule 4: a tool that calls nothing outside of its server (`openWorldHint` is false) fails by the fault of the
+        caller. Any other `isError` may be a failure of the service, and counts for its breaker.
 """
 
 import asyncio
@@ -156,14 +158,17 @@ class McpServer:
             )  # fmt: skip
         except Exception as error:  # the library raises anything
             if _is_refusal(error):
-                raise ToolFailed(self.name, given.tool, _first(error)) from None
+                wrong = _is_wrong_call(error)
+                raise ToolFailed(self.name, given.tool, _first(error), is_callers_fault=wrong) from None
             self._drop()
             # As a lost connection: whether the tool has run is not known.
             raise ConnectionError(
                 f"the connection to MCP server {self.name} was lost: {_first(error)}"
             ) from error
         if answer.is_error:
-            raise ToolFailed(self.name, given.tool, _text(answer) or "the tool gave no reason")
+            hints, reason = self._tools[given.tool].annotations, _text(answer) or "the tool gave no reason"
+            is_closed = hints is not None and hints.open_world_hint is False
+            raise ToolFailed(self.name, given.tool, reason, is_callers_fault=is_closed)
         return _result(answer)
 
 
@@ -192,6 +197,13 @@ def _is_refusal(error: BaseException) -> bool:
     from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT  # noqa: PLC0415 - rule 3
 
     return isinstance(error, MCPError) and error.error.code not in (CONNECTION_CLOSED, REQUEST_TIMEOUT)
+
+
+def _is_wrong_call(error: Any) -> bool:
+    """Whether the server says that the call itself is wrong, such as its parameters."""
+    from mcp_types import INVALID_PARAMS, INVALID_REQUEST, METHOD_NOT_FOUND  # noqa: PLC0415 - rule 3
+
+    return error.error.code in (INVALID_PARAMS, INVALID_REQUEST, METHOD_NOT_FOUND)
 
 
 def _result(answer: Any) -> Any:
