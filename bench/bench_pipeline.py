@@ -42,7 +42,7 @@ from postroom.pipeline.spark.session import spark_session
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-    from postroom.pipeline.gold.declaration import GoldTable
+    from postroom.pipeline.follow.refresh import Table
 
 EVENTS = 5_000_000
 MILLION = 1_000_000
@@ -77,7 +77,7 @@ class Bench:
         batches: int = BATCHES,
         repeats: int = REPEATS,
         spark: "SparkSession | None" = None,
-        gold: "Mapping[str, GoldTable]" = GOLD,
+        gold: "Mapping[str, Table]" = GOLD,
     ) -> None:
         """`gold` are the gold tables of `increment`."""
         self.folder = folder
@@ -175,7 +175,7 @@ def fold(bench: Bench) -> Iterator[Figure]:
 
     def ours(out: Path) -> None:
         folded = silver.messages(tables.read(bench.spark, "silver_events"))
-        Tables(out).append("messages", folded, partition_by=silver.PARTITIONS)
+        Tables(out).append("messages", folded, partition_by=("day",))
 
     def duck(out: Path) -> None:
         with duckdb.connect() as con:
@@ -208,7 +208,7 @@ def fold_and_gold(bench: Bench) -> Iterator[Figure]:
 
         def make(name: str) -> None:
             if name == "silver_messages":
-                tables.append(name, silver.messages(read("silver_events")), partition_by=silver.PARTITIONS)
+                tables.append(name, silver.messages(read("silver_events")), partition_by=("day",))
             else:
                 table = GOLD[name]
                 # As the jobs do when every event has the type of its message.

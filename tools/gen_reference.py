@@ -31,6 +31,7 @@ from postroom.core.redaction import Redactor
 from postroom.mcp.resources import gated
 from postroom.message import Event, EventKind, State
 from postroom.page.mount import PageMount
+from postroom.pipeline.gold.tables import GOLD
 from postroom.server.app import TasksApp
 from postroom.server.http.endpoint import STATUS_OF, ServedRoute
 from postroom.server.http.openapi import body_name
@@ -69,6 +70,7 @@ CAPABILITY_MEANINGS = {
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "reference"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PIPELINE = ROOT / "docs" / "contracts" / "pipeline.md"
 SOURCES = ROOT / "src" / "postroom"
 HELP_COLUMNS = 88  # independent of the terminal
 NOTICE = "<!-- Written by `make docs`. Change the code, not this page. -->"
@@ -393,6 +395,7 @@ def pages() -> dict[Path, str]:
         PAGES / "permissions.md": permissions_page(),
         ARCHITECTURE: architecture_page(),
         ROOT / "docs" / "contracts" / "engine-statements.md": statements_page(),
+        PIPELINE: pipeline_page(),
     }
 
 
@@ -554,6 +557,17 @@ def architecture_page() -> str:
     for name, part in parts.items():
         text = with_part(text, name, part)
     return text
+
+
+def pipeline_page() -> str:
+    """The page of the pipeline with its gold tables."""
+    found = (
+        f"| `{name}` | {table.grain} | {', '.join(f'`{column}`' for column in table.partition_by)} "
+        f"| {table.source} |"
+        for name, table in sorted(GOLD.items())
+    )
+    table = rows("| table | a row for each | partition | built from |", found)
+    return with_part(PIPELINE.read_text("utf-8"), "gold", table)
 
 
 def with_part(text: str, name: str, part: str) -> str:

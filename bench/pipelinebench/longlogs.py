@@ -28,12 +28,11 @@ from postroom.pipeline.delta.delta_log import Txn
 from postroom.pipeline.delta.log_summaries import SummarizedTables
 from postroom.pipeline.delta.storage import Storage
 from postroom.pipeline.delta.tables import StagedFiles, Tables
-from postroom.pipeline.gold.declaration import GoldTable
-from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
+from postroom.pipeline.follow.refresh import FORM_ID
+from postroom.pipeline.gold.tables import FORM, GOLD
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.ingest.segments import SegmentStream, ingest_txns
 from postroom.pipeline.jobs import nothing_new
-from postroom.pipeline.silver.declaration import SilverTable
 from postroom.pipeline.silver.tables import SILVER
 
 FILES_A_DAY = 1_000  # of all tables: 100,000 in 100 days
@@ -91,8 +90,7 @@ def write_logs(tables: Tables, stream: SegmentStream, days: int) -> None:
     staged = StagedFiles(bronze.ROWS, bronze.PARTITIONS, adds["date"])
     tables.commit("bronze_events", staged, txns=ingest_txns(stream.ingest_id, last))
     schema = bronze.ROWS.add("day", "date")
-    every: dict[str, SilverTable | GoldTable] = {**SILVER, **GOLD}
-    for name, table in every.items():
+    for name, table in (SILVER | GOLD).items():
         txns = [Txn(source, 0) for source in table.inputs] + [Txn(FORM_ID, FORM)]
         files = adds["day"] if name == "silver_events" else []
         tables.commit(name, StagedFiles(schema, ("day",), files), txns=txns)
@@ -144,8 +142,7 @@ def peak_bytes() -> int:
 def follow(tables: Tables) -> None:
     """Commit progress to every table, as a run does that computes no rows."""
     tables.mark("bronze_events", [Txn("new", 1)])
-    every: dict[str, SilverTable | GoldTable] = {**SILVER, **GOLD}
-    for name, table in every.items():
+    for name, table in (SILVER | GOLD).items():
         pinned = tables.pinned()
         for source in table.inputs:
             pinned.changed(source, pinned.last_txn(name, source))

@@ -16,16 +16,22 @@ from pyspark import SparkContext
 from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
+from postroom.errors import PostroomError
+from postroom.pipeline import paths
 from postroom.pipeline.delta import file_index
+from postroom.pipeline.delta.storage import NO_ACCESS, Access
 from postroom.pipeline.delta.tables import Tables
+from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.retention import RetentionJob, RetentionPolicy
 from postroom.pipeline.silver import span_tree
 from postroom.pipeline.spark.session import spark_session
+from postroom.pipeline.status import keep_house
 from tests.spark.clusterjob import KEEP_DAYS
 from tests.spark.quick import QUICK
 
 NANOS_PER_S = 1e9
+LAKE = "lake"
 GATEWAY_PORT, GATEWAY_SECRET = "PYSPARK_GATEWAY_PORT", "PYSPARK_GATEWAY_SECRET"
 CONF = {
     "spark.driver.memory": "1g",
@@ -39,33 +45,57 @@ class Plan(msgspec.Struct):
 
     tables: str
     events: str
-    jobs: list[Literal["run", "retain"]]
+    jobs: list[Literal["run", "retain", "backfill", "compact"]]
     now_us: int = 0
     """The present time for `retain`."""
     conf: dict[str, str] = {}
     is_large: bool = False
     """Whether its limits are so low that ids are shuffled instead of broadcast."""
+    mount: str = ""
+    """The folder that Hadoop knows as `viewfs:///lake`."""
+    gold: list[str] | None = None
+    """The gold tables; None for all."""
+    by_spark: bool = False
+    """Whether Spark reads and writes the files of small tables too."""
 
 
 def main(plan: Plan) -> None:
     is_guest = GATEWAY_PORT in os.environ
-    spark = guest() if is_guest else spark_session("local[2]", conf={**CONF, **plan.conf})
+    mounted = {f"spark.hadoop.fs.viewfs.mounttable.default.link./{LAKE}": plan.mount} if plan.mount else {}
+    spark = guest() if is_guest else spark_session("local[2]", conf={**CONF, **mounted, **plan.conf})
+    if plan.by_spark:
+        paths.SMALL_BYTES = 0  # type: ignore[misc]
     if plan.is_large:
         file_index.BROADCAST_IDS_MAX = span_tree.BROADCAST_NODES_MAX = 0  # type: ignore[misc]
-    tables = Tables(Path(plan.tables))
+    tables = Tables(
+        plan.tables, Access(mounts={f"viewfs:///{LAKE}": plan.mount}) if plan.mount else NO_ACCESS
+    )
+    try:
+        do(plan, spark, tables)
+    except PostroomError as error:
+        sys.exit(str(error))
+    print("done", *costs(spark), flush=True)
+    if not is_guest:
+        spark.stop()
+
+
+def do(plan: Plan, spark: SparkSession, tables: Tables) -> None:
+    gold = None if plan.gold is None else {name: GOLD[name] for name in plan.gold}
     for job in plan.jobs:
 
         def tell(text: str, job: str = job) -> None:
             print(job, text, flush=True)
 
-        if job == "run":
-            Pipeline(spark, tables, progress=tell).run(Path(plan.events))
-        else:
-            policy = RetentionPolicy(keep_days=KEEP_DAYS)
-            RetentionJob(spark, tables, policy, now_us=plan.now_us, progress=tell).run()
-    print("done", *costs(spark), flush=True)
-    if not is_guest:
-        spark.stop()
+        match job:
+            case "run":
+                Pipeline(spark, tables, gold=gold, progress=tell).run(Path(plan.events))
+            case "backfill":
+                Pipeline(spark, tables, gold=gold, progress=tell).backfill()
+            case "compact":
+                keep_house(tables, compact=True, vacuum=False, progress=tell)
+            case "retain":
+                policy = RetentionPolicy(keep_days=KEEP_DAYS)
+                RetentionJob(spark, tables, policy, now_us=plan.now_us, progress=tell).run()
 
 
 def guest() -> SparkSession:

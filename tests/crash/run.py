@@ -98,6 +98,7 @@ def _from_module(name: str, module: str = "pipelining") -> Run:
 
 PIPELINE_RUNS: dict[str, Run] = {
     "kills-pipeline": _from_module("run_kills"),
+    "drivers-pipeline": _from_module("run_pairs", "pipelinedrivers"),
     "deliveries-pipeline": _from_module("run_delivered", "pipelinedelivery"),
     "history-pipeline": _from_module("check_history"),
     "cluster-pipeline": _from_module("run_cluster"),

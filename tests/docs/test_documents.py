@@ -56,7 +56,7 @@ PROGRAMS = sorted(
 FIRST_EXAMPLE_LINES_MAX = 14
 
 RUN = {"python", "sh"}
-SHOWN = {"", "text", "toml", "yaml", "json", "mermaid"}
+SHOWN = {"", "text", "toml", "yaml", "json", "mermaid", "sql"}
 PORT_SHOWN = "8800"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FILE_NAME = re.compile(r"# (\w+\.py)\n")

@@ -15,7 +15,8 @@ from postroom.audit.layout import DIGITS_OF_HASH
 from postroom.pipeline import schema
 from postroom.pipeline.delta.delta_log import DataFile
 from postroom.pipeline.delta.tables import Tables
-from postroom.pipeline.gold.declaration import GoldTable, Sums
+from postroom.pipeline.follow.merge import Sums
+from postroom.pipeline.follow.refresh import Table
 from postroom.pipeline.jobs import Pipeline, RunSummary
 from tests.spark.plainrows import Row, records
 from tests.spark.segmentfiles import sealed_segments
@@ -131,8 +132,8 @@ def total(messages: DataFrame) -> DataFrame:
 
 
 GOLD = {
-    "gold_per_day": GoldTable(per_day, ("silver_messages",), ("day",), Sums(("day",), ("messages",))),
-    "gold_total": GoldTable(total, ("gold_per_day",)),
+    "gold_per_day": Table(per_day, ("silver_messages",), ("day",), Sums(("day",), ("messages",))),
+    "gold_total": Table(total, ("gold_per_day",)),
 }
 
 

@@ -1,8 +1,8 @@
 """The data pipeline: tables, checks and reports over the whole audit stream.
 
 It reads what the system wrote: segments, stores, bus and queue files. The server is never imported. Inside,
-imports go from `jobs`, `retention`, `replay` and `report` by way of `query` to `gold`, `silver`, `ingest`,
-`delta` and `spark`, as `pyproject.toml` says.
+imports go from `jobs`, `retention`, `replay` and `report` by way of `query` to `gold`, `silver`, `follow`,
+`ingest`, `delta` and `spark`, as `pyproject.toml` says.
 
 `Pipeline` and `Tables` are the API for an existing Spark session. They are imported on first use, because
 commands that need no Spark import modules of this package.

@@ -29,13 +29,14 @@ from pyspark.sql.streaming.readwriter import DataStreamReader
 from pyspark.sql.types import DateType, StringType, StructField, StructType
 
 from postroom.errors import EXIT_OK, EXIT_USAGE, InvalidMessage, InvalidSetting, PostroomError, Unavailable
-from postroom.pipeline.gold.declaration import GoldTable
+from postroom.pipeline.follow.refresh import Table
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze, redaction
 from postroom.pipeline.ingest.segments import SegmentStream
 from postroom.pipeline.schema import CORRUPT, EVENTS, LINES, MARK
-from postroom.pipeline.silver.declaration import Append, SilverTable, Tree
-from postroom.pipeline.silver.tables import SILVER, rank
+from postroom.pipeline.silver.events import Append, rank
+from postroom.pipeline.silver.span_tree import Tree
+from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.spark.session import DRIVER_OPTIONS, LOCAL_SETTINGS, LOOPBACK, SETTINGS
 
 Transform = tuple[Callable[..., DataFrame], tuple[str, ...], Sequence[str]]
@@ -52,7 +53,7 @@ SEGMENTS: Final = "bronze_segments"
 FILE_NAME: Final = "[^/]+$"
 BINARY_FILE: Final = "path string, modificationTime timestamp, length long, content binary"
 MARKED: Final = StructType([StructField(name, StringType()) for name in ("segment", "sha256", MARK)])
-QUERYING: Final = frozenset(name for name, table in SILVER.items() if isinstance(table.update, Tree))
+QUERYING: Final = frozenset(name for name, table in SILVER.items() if isinstance(table.change, Tree))
 """Tables whose updates query the data, which a definition may not do."""
 
 SPEC: Final = """\
@@ -147,19 +148,17 @@ class Redacted(NamedTuple):
     marks: DataFrame
     """The marks of segments in the chain, with the hash that it records."""
 
-    def build(self, table: SilverTable, rows: DataFrame, segments: DataFrame) -> DataFrame:
+    def build(self, table: Table, rows: DataFrame, segments: DataFrame) -> DataFrame:
         intact = self.marks.join(segments, ["segment", "sha256"]).select("segment", MARK).distinct()
         marked = rows.join(F.broadcast(intact), "segment", "left")
         return once(table.build(marked, self.columns, self.done))
 
 
 def _transform(name: str, redacted: Redacted) -> "Transform":
-    if name in GOLD:
-        return GOLD[name].build, GOLD[name].inputs, GOLD[name].partition_by
-    table = SILVER[name]
-    if isinstance(table.update, Append):
+    table = (SILVER | GOLD)[name]
+    if isinstance(table.change, Append):
         return partial(redacted.build, table), (table.source, SEGMENTS), table.partition_by
-    return table.build, (table.source,), table.partition_by
+    return table.build, table.inputs, table.partition_by
 
 
 def _built(
@@ -184,7 +183,7 @@ def named(name: str, query: Callable[[], DataFrame]) -> Callable[[], DataFrame]:
     return flow
 
 
-def lazy(tables: Mapping[str, SilverTable | GoldTable]) -> list[str]:
+def lazy(tables: Mapping[str, Table]) -> list[str]:
     """The tables whose transforms run no query, and whose inputs do not either."""
     missing = set(QUERYING)
     found = []

@@ -9,7 +9,7 @@ Rule 3: a run keeps nothing in memory from one table to the next, so a run can r
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,14 +20,12 @@ from postroom.core.redaction import Level
 from postroom.errors import TableChanged, Unavailable
 from postroom.pipeline import paths
 from postroom.pipeline.delta.delta_log import Txn
-from postroom.pipeline.delta.file_groups import file_group, is_dense
 from postroom.pipeline.delta.log_summaries import SummarizedTables
 from postroom.pipeline.delta.storage import Storage
 from postroom.pipeline.delta.tables import StagedFiles, Tables, require_rows
-from postroom.pipeline.gold.declaration import GoldTable
-from postroom.pipeline.gold.refresh import GoldRefresh, Replacement
-from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
-from postroom.pipeline.ingest import bronze
+from postroom.pipeline.follow.refresh import FORM_ID, Refresh, Table
+from postroom.pipeline.gold.tables import GOLD
+from postroom.pipeline.ingest import bronze, rejects
 from postroom.pipeline.ingest.bronze_writer import (
     WrittenSegments,
     hashes_of,
@@ -49,14 +47,12 @@ from postroom.pipeline.ingest.segments import (
 )
 from postroom.pipeline.micro_batches import MicroBatch, MicroBatches
 from postroom.pipeline.schedule import Dependencies, run_in_order
-from postroom.pipeline.silver.refresh import SilverRefresh
 from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.spark.session import AWAITED, in_pool, is_classic
 
 if TYPE_CHECKING:
     from postroom.pipeline.lineage import JobRun
 
-REJECTS: Final = "bronze_rejects"
 CHECKPOINTS: Final = "_checkpoints"
 SILVER_INPUTS: Final[Dependencies] = {name: table.inputs for name, table in SILVER.items()}
 TRIES_MAX: Final = 5  # of a table that another writer keeps changing
@@ -83,14 +79,19 @@ class RunSummary(msgspec.Struct, frozen=True):
     missing: list[Gap] = []
     note: str = ""
     """The missing segments as a sentence."""
+    taken_up: int = 0
+    """Lines that an earlier version has rejected, and that are events now."""
 
 
 def nothing_new(tables: Tables, streams: Sequence[SegmentStream]) -> RunSummary | None:
     """The summary of a run that finds nothing to do, without Spark; None if there may be something to do."""
     tables = SummarizedTables(tables.storage)
+    if rejects.are_due(tables):
+        return None
     pending = [stream.pending(tables, hashes=named_hashes) for stream in streams]
     if any(each.ready or each.gaps for each in pending):
         return None
+    declared = SILVER | GOLD
     inputs = {name: table.inputs for name, table in GOLD.items()}
     inputs |= {name: (table.source,) for name, table in SILVER.items()}
     versions, rows, known = {}, {}, {}
@@ -101,7 +102,7 @@ def nothing_new(tables: Tables, streams: Sequence[SegmentStream]) -> RunSummary 
         tables.forget(name)  # the files of one table at a time, if a log has no summary
     for name, sources in inputs.items():
         read = known.get(name, {})
-        is_form = name in SILVER or read.get(FORM_ID) == FORM
+        is_form = declared[name].form in (None, read.get(FORM_ID))
         if not is_form or any(read.get(source, -1) != versions.get(source) for source in sources):
             return None
     return RunSummary(0, 0, 0, rows)
@@ -115,7 +116,7 @@ class Pipeline:
         spark: SparkSession,
         tables: Tables,
         *,
-        gold: Mapping[str, GoldTable] | None = None,
+        gold: Mapping[str, Table] | None = None,
         level: Level = "medium",
         progress: Progress = lambda _: None,
         lineage: "JobRun | None" = None,
@@ -127,12 +128,13 @@ class Pipeline:
         self._gold = GOLD if gold is None else gold
         self._progress = progress
         self._lineage = lineage
-        self._segments = 0
-        self._lines = 0
-        self._rejects = 0
+        self._reset()
         self._pending: dict[str, PendingSegments] = {}
         """The new segments of each stream."""
         self._last_note = ""
+
+    def _reset(self) -> None:
+        self._segments = self._lines = self._rejects = self._taken_up = 0
 
     # ---- the jobs ------------------------------------------------------------------------------------
 
@@ -142,22 +144,32 @@ class Pipeline:
         `events` names the folders of one or several audit streams, as paths or as addresses. With
         `skip_missing`, missing segments are reported and never ingested, even if they arrive later.
         """
-        self._segments = self._lines = self._rejects = 0
+        self._reset()
         self._run(self.streams(events), skip_missing=skip_missing)
         return self._summary()
 
     def backfill(self, events: Place | Sequence[Place] = ()) -> RunSummary:
         """Ingest the new segments, then rebuild the silver and gold tables from all of bronze."""
-        self._segments = self._lines = self._rejects = 0
+        self._reset()
         streams = self.streams(events)
         if not streams:
             self.tables.require_tables()
         self._find_new_segments(streams)
         with self.tables.profile(self._new_bytes()):
+            self._take_up_rejects()
             for stream in streams:
                 for _ in self._ingest(stream):
                     pass
             self._refresh_tables(self._inputs(), rebuild=True)
+        return self._summary()
+
+    def retry_rejects(self) -> RunSummary:
+        """Take up the rejected lines that this version can read, and refresh all tables."""
+        self._reset()
+        self.tables.require_tables()
+        with self.tables.profile(0):
+            self._take_up_rejects(is_asked=True)
+            self._refresh_tables(self._inputs())
         return self._summary()
 
     def streams(self, events: Place | Sequence[Place]) -> list[SegmentStream]:
@@ -177,7 +189,7 @@ class Pipeline:
         Structured Streaming delivers the events of new segments in micro-batches; see `micro_batches`. Behind
         Spark Connect it would call this code in the server's process, so there a loop looks for segments.
         """
-        self._segments = self._lines = self._rejects = 0
+        self._reset()
         streams = self.streams(events)
 
         def catch_up() -> None:
@@ -218,6 +230,7 @@ class Pipeline:
     def _run(self, streams: Sequence[SegmentStream], *, skip_missing: bool) -> None:
         self._find_new_segments(streams, skip_missing=skip_missing)
         with self.tables.profile(self._new_bytes()):
+            self._take_up_rejects()
             for stream in streams:
                 for batch in self._ingest(stream):
                     if batch[-1] is not self._pending[str(stream)].ready[-1]:
@@ -234,6 +247,7 @@ class Pipeline:
             sum(len(each.waiting) for each in pending),
             [gap for each in pending for gap in each.gaps],
             self._last_note,
+            self._taken_up,
         )
 
     # ---- bronze --------------------------------------------------------------------------------------
@@ -262,6 +276,21 @@ class Pipeline:
 
     def _new_bytes(self) -> int:
         return sum(each.bytes for each in self._pending.values())
+
+    def _take_up_rejects(self, *, is_asked: bool = False) -> None:
+        """Take up lines that an earlier version has rejected, or if it `is_asked` for, all readable ones."""
+        if not (is_asked or rejects.are_due(self.tables)):
+            return
+        with self._emitting(TABLE, (rejects.TABLE,)), self._emitting(rejects.TABLE, (rejects.TABLE,)):
+            for left in reversed(range(TRIES_MAX)):
+                try:
+                    self._taken_up += rejects.take_up(self.spark, self.tables)
+                except TableChanged:
+                    if not left:
+                        raise
+                else:
+                    break
+        self._progress(f"{rejects.TABLE}: {self._taken_up:,} lines can be read now")
 
     def _ingest(self, stream: SegmentStream) -> Iterator[list[Segment]]:
         """Ingest the new segments of a stream in batches, each in one commit."""
@@ -342,20 +371,23 @@ class Pipeline:
 
     def _write_rejects(self, tables: Tables, stream: SegmentStream, written: WrittenSegments) -> None:
         """Append the bad lines of a batch. The table is created even without any."""
-        app_id, base = stream.ingest_id, tables.version(REJECTS)
+        name, app_id = rejects.TABLE, stream.ingest_id
+        base = tables.version(name)
         batch = written.segments
-        known = [segment.number for segment in batch if is_last_ingested(tables, REJECTS, app_id, segment)]
+        known = [segment.number for segment in batch if is_last_ingested(tables, name, app_id, segment)]
         bad = [seg for seg in batch if bronze.may_have_rejects(seg.file_name, written.bad_segments)]
         new = [segment for segment in bad if segment.number > max(known, default=-1)]
         if new:
-            rows = bronze.rejects(texts_of(self.spark, stream, new))
-            staged = tables.stage(REJECTS, rows, partition_by=bronze.PARTITIONS)
+            rows = bronze.rejects(texts_of(self.spark, stream, new), written.is_plain)
+            staged = tables.stage(name, rows, partition_by=bronze.PARTITIONS)
             if not known:
-                require_rows(REJECTS, staged, written.rejects)
-            tables.commit(REJECTS, staged, txns=ingest_txns(app_id, new[-1]), base=base)
+                require_rows(name, staged, written.rejects)
+            txns = [*ingest_txns(app_id, new[-1]), *([rejects.reader()] if base < 0 else [])]
+            tables.commit(name, staged, txns=txns, base=base)
         elif base < 0:
             with suppress(TableChanged):  # another job has created it
-                tables.commit(REJECTS, StagedFiles(bronze.REJECTS, bronze.PARTITIONS, []), base=base)
+                empty = StagedFiles(bronze.REJECTS, bronze.PARTITIONS, [])
+                tables.commit(name, empty, txns=[rejects.reader()], base=base)
 
     # ---- lineage -------------------------------------------------------------------------------------
 
@@ -370,7 +402,7 @@ class Pipeline:
     @contextmanager
     def _emitting_bronze(self, stream: SegmentStream) -> Iterator[None]:
         read = [stream.storage]
-        with self._emitting(TABLE, (), read), self._emitting(REJECTS, (), read):
+        with self._emitting(TABLE, (), read), self._emitting(rejects.TABLE, (), read):
             yield
 
     # ---- silver and gold -----------------------------------------------------------------------------
@@ -398,53 +430,10 @@ class Pipeline:
         self._refresh_table(self.tables.pinned(), name, rebuild=rebuild)
 
     def _refresh_table(self, tables: Tables, name: str, *, rebuild: bool) -> None:
-        inputs = self._inputs()[name]
-        sources = inputs[:1] if name in SILVER else inputs
-        rebuild = rebuild or any(self.tables.is_withdrawn(source, name) for source in sources)
-        if name not in SILVER:
-            self._refresh_gold(tables, name, self._gold[name], rebuild=rebuild)
-            return
-        SilverRefresh(self.spark, tables, name, SILVER[name], level=self.level, progress=self._progress).run(
+        table = SILVER.get(name) or self._gold[name]
+        Refresh(self.spark, tables, name, table, level=self.level, progress=self._progress).run(
             rebuild=rebuild
         )
 
-    # ---- gold ----------------------------------------------------------------------------------------
-
     def _inputs(self) -> Dependencies:
         return {**SILVER_INPUTS, **{name: table.inputs for name, table in self._gold.items()}}
-
-    def _refresh_gold(self, tables: Tables, name: str, table: GoldTable, *, rebuild: bool) -> None:
-        is_other_form = tables.exists(name) and tables.last_txn(name, FORM_ID) != FORM
-        base = tables.version(name)
-        versions = {source: tables.version(source) for source in table.inputs}
-        is_new = rebuild or is_other_form
-        known = {source: -1 if is_new else tables.last_txn(name, source) for source in table.inputs}
-        if versions == known or -1 in versions.values():
-            return
-        self._progress(f"{name} is of another version, and is rebuilt" if is_other_form else name)
-        txns = [*(Txn(source, version) for source, version in versions.items()), Txn(FORM_ID, FORM)]
-        refresh = GoldRefresh(self.spark, tables, name, table)
-        with ExitStack() as held:
-            # An input that was dropped and rebuilt has a lower version.
-            is_older = any(known[source] > versions[source] for source in table.inputs)
-            if is_older or -1 in known.values():
-                replacement: Replacement | None = refresh.rebuild(whole=is_other_form)
-            else:
-                replacement = refresh.update(known, versions, held)
-            if replacement is None:
-                tables.mark(name, txns, base=base)
-            else:
-                rows, replaced = replacement
-                groups = None if table.file_groups is None else table.file_groups()
-                if groups is not None and groups.may_reopen is None and not is_dense(tables):
-                    groups = None  # few rows do not need files of their own hour
-                tables.swap(
-                    name,
-                    rows,
-                    () if is_other_form else replaced,
-                    partition_by=table.partition_by,
-                    split=None if groups is None else file_group(tables, groups, refresh.hours),
-                    txns=txns,
-                    base=base,
-                    mode="overwrite" if is_other_form else "append",
-                )

@@ -30,8 +30,9 @@ from postroom.pipeline.delta.arrow_files import FILE
 from postroom.pipeline.delta.delta_log import MAINTENANCE, DataFile, Txn, path_below, rows_of
 from postroom.pipeline.delta.file_groups import file_group
 from postroom.pipeline.delta.tables import StagedFiles, Tables
-from postroom.pipeline.gold.tables import FORM, FORM_ID, GOLD
-from postroom.pipeline.silver import deleted_numbers
+from postroom.pipeline.follow import deleted_numbers
+from postroom.pipeline.follow.refresh import FORM_ID
+from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.silver.tables import SILVER
 from postroom.pipeline.times import DAY_US, MICROS_PER_S
 
@@ -225,7 +226,7 @@ class RetentionJob:
     def _require_up_to_date(self) -> None:
         """Raise if a table is behind its inputs: new events may belong to a message that would be deleted."""
         for name in self._gold():
-            if self._tables.last_txn(name, FORM_ID) != FORM:
+            if self._tables.last_txn(name, FORM_ID) != GOLD[name].form:
                 raise Unavailable(f"{name} is of another version: run the pipeline first")
         sources: dict[str, tuple[str, ...]] = {name: (table.source,) for name, table in SILVER.items()}
         sources |= {name: GOLD[name].inputs for name in self._gold()}
@@ -345,8 +346,8 @@ class RetentionJob:
                 f"the archive of {name} has {archived} rows instead of {deletion.rows}: nothing was deleted"
             )
         partitions = self._tables.partitions(name)
-        groups = SILVER[name].file_groups if name in SILVER else None
-        split = None if groups is None else file_group(self._tables, groups())
+        groups = SILVER[name].groups if name in SILVER else None
+        split = None if groups is None else file_group(self._tables, groups)
         staged = self._tables.stage(name, stay.drop(FILE), partition_by=partitions, split=split)
         there = rows_of(deletion.files)
         if staged.rows + deletion.rows != there:

@@ -301,6 +301,6 @@ def test_help_does_not_import_spark() -> None:
 
 
 def test_the_commands_are_those_that_are_promised() -> None:
-    jobs = "run stream backfill retain replay generate prepare"
+    jobs = "run stream backfill retain rejects replay generate prepare"
     queries = "status tables sql report check expect"
     assert set(pipeline.commands) == {*jobs.split(), *queries.split()}

@@ -12,10 +12,10 @@ from openlineage.client.naming import dataset as naming
 from postroom.errors import InvalidSetting
 from postroom.pipeline.delta.storage import Storage
 from postroom.pipeline.delta.tables import Tables
+from postroom.pipeline.follow import deleted_numbers
 from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.lineage import JobRun, dataset
-from postroom.pipeline.silver import deleted_numbers
 from postroom.pipeline.silver.tables import SILVER
 from tests.spark.commands import Commands
 from tests.spark.openlineage import Event, edges, events_in, receiver, require_event

@@ -22,7 +22,7 @@ from postroom.pipeline import paths
 from postroom.pipeline.delta.delta_log import Txn
 from postroom.pipeline.delta.storage import Access, Storage
 from postroom.pipeline.delta.tables import Tables
-from postroom.pipeline.gold.declaration import GoldTable
+from postroom.pipeline.follow.refresh import Table
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.silver.tables import SILVER
@@ -234,7 +234,7 @@ def test_maintenance_by_other_engines_and_kills_at_commits_change_no_row(
     all_expected: dict[str, Rows],
     monkeypatch: pytest.MonkeyPatch,
     small_bytes: int,
-    gold: dict[str, GoldTable],
+    gold: dict[str, Table],
     chosen: set[str],
     runs: int,
 ) -> None:

@@ -18,6 +18,7 @@ from postroom.errors import InvalidMessage, InvalidSetting, Rejected
 from postroom.pipeline.delta.tables import Tables
 from postroom.pipeline.replay import ReplaySelection, replay
 from postroom.pipeline.silver import tables as silver
+from postroom.pipeline.silver.events import events as silver_events
 from postroom.pipeline.submission import ReplayMessage, Submitter, is_fit
 from postroom.server.folder.shipping import Sources, opened
 from postroom.settings import AuditSettings
@@ -49,7 +50,7 @@ class Past:
             set_outbox(tasks.store, None)  # one store has one stream, and this one is given up
         lines = events_in(spark, folder / "audit")
         tables = Tables(folder / "tables")
-        tables.replace("silver_events", silver.events(lines, {}), partition_by=("day",))
+        tables.replace("silver_events", silver_events(lines, {}), partition_by=("day",))
         tables.replace("silver_messages", silver.messages(lines), partition_by=("day",))
         return tables
 

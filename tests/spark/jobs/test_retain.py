@@ -13,6 +13,7 @@ from pyspark.sql import SparkSession
 
 from postroom.errors import InvalidSetting, Unavailable
 from postroom.pipeline.delta.tables import StagedFiles, Tables
+from postroom.pipeline.follow import deleted_numbers
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest import bronze
 from postroom.pipeline.jobs import Pipeline
@@ -25,7 +26,6 @@ from postroom.pipeline.retention import (
     read_holds,
     read_org_days,
 )
-from postroom.pipeline.silver import deleted_numbers
 from postroom.pipeline.times import DAY_US
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf

@@ -222,3 +222,27 @@ def test_the_driver_reads_no_segment_of_large_data(
     assert job._last_note.endswith("copied: segment 4 is truncated or missing and waited for")
     assert CHAIN in opened
     assert not [path for path in opened if SEGMENT.fullmatch(path)]
+
+
+def test_one_odd_line_sends_no_other_line_the_careful_way(spark: SparkSession, tmp_path: Path) -> None:
+    """Of its segment the plain lines are not validated; those of other segments keep their mark as well."""
+    write_segment(tmp_path / "events", 1, GOOD)
+    write_segment(tmp_path / "events", 2, [GOOD[0], line(mood="calm"), GOOD[1]])
+    stream, tables = SegmentStream(tmp_path / "events"), Tables(tmp_path / "tables")
+    segments = [segment._replace(redaction="as told") for segment in stream.segments()]
+    found = bronze_writer.write_segments(spark, tables, stream, segments)
+    tables.commit("bronze_events", found.staged)
+    marks = {(row["segment"][:8], row["redaction"]) for row in records(tables, "bronze_events")}
+    assert marks == {("00000001", "as told"), ("00000002", None)}
+    assert found.is_plain is not None
+    texts = bronze_writer.texts_of(spark, stream, segments[1:])
+    told = texts.select("value", found.is_plain.alias("is_plain")).collect()
+    assert [row["is_plain"] for row in told] == [True, False, True]
+
+
+def test_plain_line_is_not_validated(spark: SparkSession) -> None:
+    texts = spark.createDataFrame(
+        [("{", "a", None), ("[", "b", None)], "value string, segment string, date date"
+    )
+    found = bronze.validated(texts, F.col("segment") == "a").select("segment", "reason").collect()
+    assert dict(map(tuple, found)) == {"a": None, "b": "it is not a JSON object"}

@@ -16,12 +16,12 @@ from postroom.core.formats.events import AuditEvent, event_id, to_line
 from postroom.core.history import message_checker
 from postroom.core.history.history_checker import History, Violation
 from postroom.pipeline.delta.tables import Tables
+from postroom.pipeline.follow import deleted_numbers
+from postroom.pipeline.follow.deleted_numbers import deleted_runs, merged
 from postroom.pipeline.generator.generate import FAULTS, generate
 from postroom.pipeline.query import check as checking
 from postroom.pipeline.query.check import RULES, CheckResult, ViolationSample, check_tables, spark_hash
 from postroom.pipeline.schema import EVENTS
-from postroom.pipeline.silver import deleted_numbers
-from postroom.pipeline.silver.deleted_numbers import deleted_runs, merged
 from tests.spark.commands import Commands
 from tests.spark.conftest import TablesOf
 from tests.spark.stories import events_in

@@ -14,10 +14,9 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.core.formats.events import to_line
 from postroom.pipeline.delta.tables import Tables
-from postroom.pipeline.gold import tables as gold
-from postroom.pipeline.gold.tables import GOLD
+from postroom.pipeline.gold.tables import GOLD, poison, queues, waits
 from postroom.pipeline.schema import EVENTS
-from postroom.pipeline.silver import tables as silver
+from postroom.pipeline.silver.events import events as silver_events
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import Rows, in_order, oracle, stored
 from tests.spark.plainrows import plain
@@ -161,6 +160,8 @@ ORACLE = {
         FROM spans WHERE goal_id IS NOT NULL GROUP BY ALL""",
 }
 """The patterns of dead letters have a test file of their own."""
+FILES = Path(__file__).parents[1] / "oracles"
+ORACLE |= {file.stem: file.read_text("utf-8") for file in sorted(FILES.glob("*.sql"))}
 WITHOUT_FAULTS = ("gold_flow", "gold_depth")
 """Who was never accepted has not waited, whatever is told of it."""
 
@@ -209,7 +210,7 @@ def test_incremental_gold_tables_are_partitioned_by_day() -> None:
 def test_percentiles_do_not_depend_on_partitions(spark: SparkSession, tables_of: TablesOf) -> None:
     _, tables = tables_of()
     many = tables.read(spark, "silver_messages").repartition(7, F.rand(3))
-    assert in_order(plain(row.asDict(recursive=True)) for row in gold.latency(many).collect()) == stored(
+    assert in_order(plain(row.asDict(recursive=True)) for row in waits.latency(many).collect()) == stored(
         tables, "gold_latency"
     )
 
@@ -219,7 +220,7 @@ def test_buckets_hold_their_values_and_are_never_wider_than_a_sixteenth(spark: S
         {0, 1, 15, 16, 31, 32, 33, 10**6, 10**12, *(2**n + k for n in range(5, 42) for k in (-1, 0, 1))}
     )
     found = spark.createDataFrame([(value,) for value in values], "value BIGINT")
-    told = {row[0]: row[1] for row in found.select("value", gold.bucket_us(F.col("value"))).collect()}
+    told = {row[0]: row[1] for row in found.select("value", waits.bucket_us(F.col("value"))).collect()}
     assert all(value <= le <= value * 17 / 16 for value, le in told.items())
     assert all(told[before] <= told[after] for before, after in pairwise(values))
 
@@ -229,7 +230,7 @@ def test_money_is_exact(spark: SparkSession) -> None:
         [("2025-01-01", 5, "o", "g", "a", "m", "0.100000001")] * 10_000,
         "day STRING, ts_us BIGINT, org_id STRING, goal_id STRING, agent_id STRING, model STRING, cost STRING",
     ).withColumn("cost_usd", F.col("cost").cast("decimal(18,9)"))
-    assert [str(row["cost_usd"]) for row in gold.cost(events).collect()] == ["1000.000010000"]
+    assert [str(row["cost_usd"]) for row in GOLD["gold_cost"].build(events).collect()] == ["1000.000010000"]
 
 
 def test_a_message_with_two_lapsed_leases_is_suspected(spark: SparkSession) -> None:
@@ -247,7 +248,7 @@ def test_a_message_with_two_lapsed_leases_is_suspected(spark: SparkSession) -> N
         "day STRING, ts_us BIGINT, kind STRING, message_id STRING, worker_id STRING, org_id STRING, "
         "type STRING, agent_id STRING, goal_id STRING, queue STRING",
     )
-    found = gold.poison_suspects(gold.crashes(events)).orderBy("message_id")
+    found = poison.poison_suspects(poison.crashes(events)).orderBy("message_id")
     assert [tuple(row) for row in found.collect()] == [
         ("across midnight", "o", "t", "a", "g", "q", 2, 2, False, 10, 20),
         ("put aside", "o", "t", "a", "g", "q", 0, 0, True, 40, 40),
@@ -295,10 +296,10 @@ def depths(spark: SparkSession, made: list[dict[str, Any]]) -> list[tuple[int, i
 def depth_rows(spark: SparkSession, made: list[dict[str, Any]]) -> list[Row]:
     """Rows of `gold_depth`. The flow of each day is built by itself, as jobs do."""
     rows = [tuple(event.get(name) for name in EVENTS.names) for event in made]
-    events = silver.events(spark.createDataFrame(rows, EVENTS), {})
+    events = silver_events(spark.createDataFrame(rows, EVENTS), {})
     days = {row["day"] for row in events.select("day").collect()}
-    flows = [gold.flow(events.where(F.col("day") == day)) for day in sorted(days)]
-    return gold.depth(reduce(DataFrame.unionByName, flows)).orderBy("minute_us").collect()
+    flows = [queues.flow(events.where(F.col("day") == day)) for day in sorted(days)]
+    return queues.depth(reduce(DataFrame.unionByName, flows)).orderBy("minute_us").collect()
 
 
 def test_depth_is_what_a_real_store_counted_on_every_day(spark: SparkSession) -> None:

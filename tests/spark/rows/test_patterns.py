@@ -10,7 +10,7 @@ from duckdb import DuckDBPyConnection, connect
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.gold import patterns
+from postroom.pipeline.gold.tables import dead_letters as patterns
 from tests.spark.conftest import TablesOf
 from tests.spark.oracle import Rows, in_order, oracle, stored
 from tests.spark.plainrows import plain

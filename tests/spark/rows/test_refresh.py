@@ -4,7 +4,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,11 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.delta.delta_log import DataFile, path_below
 from postroom.pipeline.delta.tables import Split, Tables
-from postroom.pipeline.gold.declaration import GoldTable, Hours, Sums
-from postroom.pipeline.gold.refresh import GoldRefresh, Replacement
+from postroom.pipeline.follow.columns import day_of
+from postroom.pipeline.follow.merge import Sums
+from postroom.pipeline.follow.recompute import Hours
+from postroom.pipeline.follow.refresh import Refresh, Replacement, Table
 from postroom.pipeline.gold.tables import GOLD
-from postroom.pipeline.silver.tables import day_of
 from postroom.pipeline.times import HOUR_US, MINUTE_US
 from tests.spark.plainrows import records
 
@@ -90,11 +91,11 @@ def given(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Inpu
     return Input(spark, tmp_path_factory.mktemp("given"), build)
 
 
-def followed(refresh: GoldRefresh, version: int, held: ExitStack) -> Replacement:
-    [source] = refresh._table.inputs
-    now = {source: refresh._tables.version(source)}
-    assert refresh.update(now, now, held) is None
-    replacement = refresh.update({source: version}, now, held)
+def followed(refresh: Refresh, version: int) -> Replacement:
+    [source] = refresh.table.inputs
+    now = {source: refresh.tables.version(source)}
+    assert refresh.update(now, now) is None
+    replacement = refresh.update({source: version}, now)
     assert replacement is not None
     return replacement
 
@@ -116,13 +117,13 @@ def test_an_update_gives_the_same_rows_as_a_rebuild(
 
     chosen = WAY[way]
     if isinstance(chosen, Sums) and chosen.each is not None:
-        chosen = chosen._replace(each=watched(chosen.each))
-    table = GoldTable(watched(build), ("silver_messages",), ("day",), chosen)
-    refresh = GoldRefresh(spark, tables, "gold_sum", table)
+        chosen = replace(chosen, each=watched(chosen.each))
+    table = Table(watched(build), ("silver_messages",), ("day",), chosen)
+    refresh = Refresh(spark, tables, "gold_sum", table)
     if not is_there:  # it was removed after a week
         (tables.folder / "silver_messages" / given.old.path).unlink()
-    with ExitStack() as held:
-        changed, replaced = followed(refresh, given.version, held)
+    with refresh.held:
+        changed, replaced = followed(refresh, given.version)
         assert {file.partition["day"] for file in replaced} == {"2"}
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
     if way in ("sums", "each", "scattered") and is_there:
@@ -141,7 +142,7 @@ class Flows:
         self.tables = Tables(folder)
         self.hours: dict[int, list[tuple[int, str, int, int]]] = {}
         self.table = GOLD["gold_depth"]
-        self.refresh = GoldRefresh(spark, self.tables, "gold_depth", self.table)
+        self.refresh = Refresh(spark, self.tables, "gold_depth", self.table)
 
     def put(self, hour: int, *moves: tuple[int, str, int, int]) -> None:
         """Replace the file of an hour: minute, queue, arrived, left."""
@@ -159,8 +160,8 @@ class Flows:
     def follow(self, version: int) -> set[int] | None:
         """The hours whose files were replaced; None when no depth has changed."""
         now = {"gold_flow": self.tables.version("gold_flow")}
-        with ExitStack() as held:
-            replacement = self.refresh.update({"gold_flow": version}, now, held)
+        with self.refresh.held:
+            replacement = self.refresh.update({"gold_flow": version}, now)
             if replacement is None:
                 return None
             rows, replaced = replacement
@@ -218,7 +219,7 @@ def test_files_of_other_hours_stay(spark: SparkSession, tmp_path: Path) -> None:
         return rows.groupBy("day", hour).agg(F.count("*").alias("n"))
 
     way = Sums(("day", "hour_us"), ("n",), moment="hour_us")
-    refresh = GoldRefresh(spark, tables, "gold_sum", GoldTable(count, ("silver_events",), ("day",), way))
+    refresh = Refresh(spark, tables, "gold_sum", Table(count, ("silver_events",), ("day",), way))
     for hour in range(4):
         put(hour, hour + 1)
     rows, _ = refresh.rebuild()
@@ -226,8 +227,8 @@ def test_files_of_other_hours_stay(spark: SparkSession, tmp_path: Path) -> None:
     tables.swap("gold_sum", rows, [], partition_by=("day",), split=hours)
     version = tables.version("silver_events")
     put(2, 5)
-    with ExitStack() as held:
-        changed, replaced = followed(refresh, version, held)
+    with refresh.held:
+        changed, replaced = followed(refresh, version)
         assert [file.low["hour_us"] // HOUR_US for file in replaced] == [2]
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
     found = {row["hour_us"] // HOUR_US: row["n"] for row in tables.read(spark, "gold_sum").collect()}
@@ -253,7 +254,7 @@ def test_rebuilding_hours_reads_only_files_of_those_hours(spark: SparkSession, t
         return rows.groupBy("day", hour).agg(F.max(F.col("last_us") - F.col("first_us")).alias("longest_us"))
 
     way = Hours(lambda: F.col("first_us"), ("message_id",))
-    refresh = GoldRefresh(spark, tables, "gold_most", GoldTable(longest, ("silver_messages",), ("day",), way))
+    refresh = Refresh(spark, tables, "gold_most", Table(longest, ("silver_messages",), ("day",), way))
     for hour in (0, 4, 8):
         put(hour, 2)
     rows, _ = refresh.rebuild()
@@ -261,8 +262,8 @@ def test_rebuilding_hours_reads_only_files_of_those_hours(spark: SparkSession, t
     version = tables.version("silver_messages")
     put(4, 1)
     read.clear()
-    with ExitStack() as held:
-        changed, replaced = followed(refresh, version, held)
+    with refresh.held:
+        changed, replaced = followed(refresh, version)
         tables.swap("gold_most", changed, replaced, partition_by=("day",))
     of_4 = {file.path for file in tables.files("silver_messages") if file.low["first_us"] == 4 * HOUR_US}
     assert set(read) == of_4
@@ -275,12 +276,10 @@ def test_whole_days_are_rebuilt_if_too_many_hours_change(
     spark: SparkSession, given: Input, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tables = given.copied_to(tmp_path)
-    refresh = GoldRefresh(
-        spark, tables, "gold_sum", GoldTable(build, ("silver_messages",), ("day",), WAY["hours"])
-    )
-    monkeypatch.setattr("postroom.pipeline.gold.refresh.HOURS_MAX", 1)
-    with ExitStack() as held:
-        changed, replaced = followed(refresh, given.version, held)
+    refresh = Refresh(spark, tables, "gold_sum", Table(build, ("silver_messages",), ("day",), WAY["hours"]))
+    monkeypatch.setattr("postroom.pipeline.follow.recompute.HOURS_MAX", 1)
+    with refresh.held:
+        changed, replaced = followed(refresh, given.version)
         assert len(changed.inputFiles()) == 3  # of the day, and nothing of what was made before
         tables.swap("gold_sum", changed, replaced, partition_by=("day",))
     expected, _ = refresh.rebuild()
@@ -307,7 +306,7 @@ def test_a_scattered_change_rewrites_only_the_files_that_it_affects(
         return way.summed(of_each(rows))
 
     way = Sums(("day", "hour_us", "goal_id"), ("value",), each=of_each, scattered=True)
-    refresh = GoldRefresh(spark, tables, "gold_sum", GoldTable(total, ("silver_spans",), ("day",), way))
+    refresh = Refresh(spark, tables, "gold_sum", Table(total, ("silver_spans",), ("day",), way))
     for goal, hour in (("a", 0), ("b", 0), ("a", 1), ("b", 1), ("c", None)):
         version = tables.version("silver_spans")
         put(goal, hour, 1)
@@ -317,8 +316,8 @@ def test_a_scattered_change_rewrites_only_the_files_that_it_affects(
     for goal, hour, n_replaced in (("a", 1, 1), ("c", None, 1), ("d", 1, 0)):
         version = tables.version("silver_spans")
         put(goal, hour, 5)
-        with ExitStack() as held:
-            changed, replaced = followed(refresh, version, held)
+        with refresh.held:
+            changed, replaced = followed(refresh, version)
             assert len(replaced) == n_replaced
             tables.swap("gold_sum", changed, replaced, partition_by=("day",))
     expected, _ = refresh.rebuild()

@@ -19,7 +19,7 @@ from postroom.contracts.tasks.tasks import DECISIONS
 from postroom.core.formats.events import AuditEvent, event_id, to_line
 from postroom.core.names import scoped
 from postroom.pipeline.delta.tables import Tables
-from postroom.pipeline.gold import tables as gold
+from postroom.pipeline.gold.tables import queues as gold
 from postroom.pipeline.jobs import Pipeline
 from postroom.pipeline.report import queries
 from postroom.pipeline.report.facts import (

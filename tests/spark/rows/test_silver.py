@@ -19,6 +19,7 @@ from postroom.pipeline.generator.generate import generate
 from postroom.pipeline.gold.tables import GOLD
 from postroom.pipeline.ingest.redaction import redacted
 from postroom.pipeline.jobs import Pipeline
+from postroom.pipeline.silver import events as of_events
 from postroom.pipeline.silver import span_tree, spans
 from postroom.pipeline.silver import tables as silver
 from postroom.pipeline.silver.tables import SILVER
@@ -176,7 +177,7 @@ def test_tasks_compute_projections_of_local_rows(spark: SparkSession) -> None:
     assert "Project" in str(df._jdf.queryExecution().optimizedPlan().toString())
 
 
-@pytest.mark.parametrize("fold", [silver.messages, silver.attempts])
+@pytest.mark.parametrize("fold", [silver.messages, silver.folded_attempts])
 def test_a_fold_has_one_shuffle_and_no_python(spark: SparkSession, tables_of: TablesOf, fold: object) -> None:
     _, tables = tables_of()
     events = tables.read(spark, "silver_events")
@@ -193,9 +194,9 @@ def test_wide_rows_are_not_shuffled_to_find_repeats(spark: SparkSession, tables_
     _, tables = tables_of()
     rows = tables.read(spark, "bronze_events").withColumn("row", F.xxhash64("event_id", "segment"))
     none = rows.limit(0)
-    suspects = silver.suspects(rows, none)
-    repeated = silver.repeats(silver.ranked(rows, suspects, {}), silver.ranked(none, suspects, {}))
-    plan = plan_of(silver.once(rows, repeated)).splitlines()
+    suspects = of_events.suspects(rows, none)
+    repeated = of_events.repeats(of_events.ranked(rows, suspects, {}), of_events.ranked(none, suspects, {}))
+    plan = plan_of(of_events.once(rows, repeated)).splitlines()
     shuffled = [below for text, below in pairwise(plan) if "Exchange hashpartitioning" in text]
     # Of every row the hash of its id; of those whose hash is not the only one, the id and its place.
     assert [text.partition("output=")[2].count(",") for text in shuffled] == [2, 1]
@@ -218,10 +219,10 @@ def test_rows_that_say_nothing_to_redact_are_not_copied_for_python(
 ) -> None:
     _, tables = tables_of()
     rows = tables.read(spark, "bronze_events")
-    silent, told = plan_of(silver.events(rows, redacted("medium"))).split("ArrowEvalPython")
+    silent, told = plan_of(of_events.events(rows, redacted("medium"))).split("ArrowEvalPython")
     assert "isnull(payload" in silent
     assert "isnotnull(payload" in told
-    assert "Python" not in plan_of(silver.events(rows, redacted("none")))
+    assert "Python" not in plan_of(of_events.events(rows, redacted("none")))
 
 
 def test_a_backfill_makes_the_same_tables(spark: SparkSession, story: Story, tmp_path: Path) -> None:

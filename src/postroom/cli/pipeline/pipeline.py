@@ -20,6 +20,7 @@ from postroom.cli.pipeline.pipeline_options import (
     with_lineage,
 )
 from postroom.cli.pipeline.pipeline_queries import check, expect, report, sql
+from postroom.cli.pipeline.pipeline_rejects import rejects
 from postroom.cli.pipeline.stopping import beside_spark, follower
 from postroom.cli.render import warn
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option
@@ -112,6 +113,7 @@ def _print_summary(shell: Shell, summary: "RunSummary") -> None:
         msgspec.to_builtins(summary),
         f"{summary.segments} new segments, {summary.lines:,} lines, {summary.rejects:,} of them rejected; "
         f"{summary.rows.get('silver_messages', 0):,} messages in all"
+        f"{f'; {summary.taken_up:,} rejected lines are events now' if summary.taken_up else ''}"
         f"{summary.note and '; '}{summary.note}",
     )
 
@@ -371,6 +373,6 @@ def list_tables(shell: Shell, tables: TablesPlace, compact: bool, vacuum: bool) 
     shell.output.rows(("table", "column", "type"), columns_of(opened), f"there are no tables in {tables}")
 
 
-for command in (sql, report, check, expect, retain, replay):
+for command in (sql, report, check, expect, rejects, retain, replay):
     pipeline.add_command(command)
 add_json_option(pipeline)

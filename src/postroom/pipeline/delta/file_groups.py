@@ -32,17 +32,21 @@ class FileGroups(NamedTuple):
     """When something else was last recorded about it."""
     may_reopen: Column | None = None
     """Whether the row may change even after its end."""
+    by_hour_only: bool = False
+    """Whether rows share the files of a day if there are too few for files by the hour."""
 
 
 def file_group(
     tables: Tables, groups: FileGroups, hours: Collection[int] | None = None, rows: int = 0
-) -> Split:
-    """The groups of rows, by the time and the rate of the events in `silver_events`.
+) -> Split | None:
+    """The groups of rows, by the time and the rate of the events in `silver_events`; None for a single one.
 
     `hours` are the starts of the hours in which rows have changed, as far as they are known; `rows` is about
     the number of rows.
     """
     hourly = is_dense(tables)
+    if groups.by_hour_only and not hourly:
+        return None
     if hours is None and hourly:
         first_us, last_us = tables.listing(EVENTS).extent("ts_us") or (0, DAY_US)
         hours = range(max(first_us, last_us - DAY_US), last_us + HOUR_US, HOUR_US)

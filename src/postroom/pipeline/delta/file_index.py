@@ -4,6 +4,7 @@ Rule: first the log rules out files by the lowest and highest id of each; then t
 are compared.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Final, NamedTuple
@@ -16,6 +17,9 @@ from postroom.pipeline.delta.joins import with_join_hint
 from postroom.pipeline.delta.tables import Tables
 
 BROADCAST_IDS_MAX: Final = 2_000_000  # ids that are broadcast instead of shuffled
+
+COLLECTED_IDS_MAX: Final = 200_000  # ids of a batch that this process compares with the ranges of files
+FILES_UNCOUNTED: Final = 16  # candidates up to which reading them all costs less than collecting the ids
 
 
 class IdLookup(NamedTuple):
@@ -69,7 +73,26 @@ def candidate_files(tables: Tables, name: str, ids: IdLookup) -> list[DataFile]:
     """The files of a table that can hold one of the ids, according to the log."""
     if ids.n == 0 or not tables.exists(name):
         return []
-    return tables.listing(name).overlapping(ids.rows.columns[0], ids.low, ids.high)
+    files = tables.listing(name).overlapping(ids.rows.columns[0], ids.low, ids.high)
+    return narrowed(files, ids)
+
+
+def narrowed(files: list[DataFile], ids: IdLookup) -> list[DataFile]:
+    """Those of the files whose range has one of the ids.
+
+    One old id among new ones makes the range of all ids as wide as the history.
+    """
+    if len(files) <= FILES_UNCOUNTED or ids.n > COLLECTED_IDS_MAX:
+        return files
+    column = ids.rows.columns[0]
+    known = ids.rows.select(column).where(F.col(column).isNotNull()).distinct().toArrow()[column].to_pylist()
+    known.sort()
+
+    def has_one(file: DataFile) -> bool:
+        low, high = file.low.get(column), file.high.get(column)
+        return low is None or high is None or bisect_left(known, low) < bisect_right(known, high)
+
+    return [file for file in files if has_one(file)]
 
 
 def files_with_ids(spark: SparkSession, tables: Tables, name: str, ids: IdLookup) -> list[DataFile]:

@@ -41,6 +41,8 @@ SEALED: Final = r"/date=([0-9-]+)/"  # the date in the path of a segment
 NUMBER_DIGITS_MAX: Final = 18  # of a number that is compared as a long
 STREAM: Final = "stream"  # of an event that arrives: the folder of its stream
 BLANK: Final = r"^\s*$"
+NOT_UTF8: Final = "it is not UTF-8"
+NEWEST_SCHEMA: Final = SCHEMA
 SEGMENT_BITS: Final = 63  # of a non-negative long
 EXACT: Final = "decimal(38,29)"  # the most decimal places, besides the digits before the point
 LONG_AMOUNT: Final = r'"cost_usd"\s*:\s*[-+.0-9eE]{30}'  # more digits than `EXACT` is sure to hold
@@ -97,12 +99,16 @@ def events(parsed: DataFrame) -> DataFrame:
 # ---- lines that are validated one by one -------------------------------------------------------------------
 
 
-def validated(texts: DataFrame) -> DataFrame:
+def validated(texts: DataFrame, is_plain: Column | None = None) -> DataFrame:
     """The non-blank lines of texts (`value`, `segment`, `date`), each with the `reason` why it is invalid.
 
-    Every line is parsed several times, so this costs a multiple of `plain`.
+    A line that is not plain is parsed several times, so this costs a multiple of `plain`.
     """
-    parsed = texts.where(~F.col("value").rlike(BLANK)).withColumns(
+    lines = texts.where(~F.col("value").rlike(BLANK)).withColumn("line", F.col("value"))
+    if is_plain is not None:  # NULL costs the parsers next to nothing
+        lines = lines.withColumn("is_plain", is_plain)
+        lines = lines.withColumn("value", F.when(~F.col("is_plain"), F.col("line")))
+    parsed = lines.withColumns(
         {
             "event": F.from_json("value", LINES, dict(_READING)),
             "is_alone": _is_alone(),
@@ -111,8 +117,11 @@ def validated(texts: DataFrame) -> DataFrame:
             RESCUED: _rescued(),
         }
     )
-    flat = parsed.select("value", "segment", "date", "is_alone", "is_text", "is_exact", RESCUED, "event.*")
-    return flat.withColumn("reason", _reason())
+    flat = parsed.select(
+        *(F.col("line").alias("value"), "segment", "date", RESCUED),
+        *("is_alone", "is_text", "is_exact", F.col("value").isNotNull().alias("is_checked"), "event.*"),
+    )
+    return flat.withColumn("reason", F.when(F.col("is_checked"), _reason()))
 
 
 def write_valid_lines(lines: DataFrame, folder: str) -> None:
@@ -135,11 +144,11 @@ def read_valid_lines(spark: SparkSession, folder: str) -> DataFrame:
     return with_mark(spark.read.schema(_COPIED).option("mode", "FAILFAST").json(folder)).select(*ROWS.names)
 
 
-def rejects(texts: DataFrame) -> DataFrame:
+def rejects(texts: DataFrame, is_plain: Column | None = None) -> DataFrame:
     """Grain: one invalid line of texts (`value`, `segment`, `date`). Its text, and the reason."""
     # Other programs could not read a table with text that is not UTF-8.
     line = F.make_valid_utf8("value").alias("line")
-    return validated(texts).where("reason IS NOT NULL").select("segment", line, "reason", "date")
+    return validated(texts, is_plain).where("reason IS NOT NULL").select("segment", line, "reason", "date")
 
 
 def _is_alone() -> Column:
@@ -175,7 +184,7 @@ def _is_in_time() -> Column:
 
 def _is_newer() -> Column:
     """A line of an earlier version may have no schema."""
-    return F.coalesce(F.col("schema") > SCHEMA, F.lit(False))  # noqa: FBT003 - a literal of SQL
+    return F.coalesce(F.col("schema") > NEWEST_SCHEMA, F.lit(False))  # noqa: FBT003 - a literal of SQL
 
 
 def _reason() -> Column:
@@ -185,13 +194,16 @@ def _reason() -> Column:
     nothing_read = F.coalesce(*[F.col(name).cast("string") for name in EVENTS.names]).isNull()
     is_corrupt = F.col(CORRUPT).isNotNull()
     return (
-        F.when(~F.col("is_text"), F.lit("it is not UTF-8"))
+        F.when(~F.col("is_text"), F.lit(NOT_UTF8))
         .when(is_corrupt & nothing_read, F.lit("it is not a JSON object"))
         .when(~F.col("is_alone"), F.lit("it is more than one JSON object"))
         .when(is_corrupt, F.lit("a field has a value of another type"))
         .when(names != "", F.concat(F.lit("it has no "), names))
         .when(~_is_in_time(), F.lit(f"its ts_us is not between 0 and {TS_US_MAX} microseconds"))
-        .when(_is_newer(), F.format_string(f"its schema is %d, and the newest known is {SCHEMA}", "schema"))
+        .when(
+            _is_newer(),
+            F.format_string(f"its schema is %d, and the newest known is {NEWEST_SCHEMA}", "schema"),
+        )
         .when(~F.col("is_exact"), F.lit(f"its cost_usd has more than {MONEY.scale} decimal places"))
     )
 

@@ -1,8 +1,9 @@
 """Writes segments as files of `bronze_events`.
 
 Rule 1: executors read every segment first, and look whether its lines are plain. Its hash is compared with
-        the chain, or with its name. If all segments of a batch are as sealed and plain, Spark's JSON reader
-        reads them. Otherwise the batch is validated line by line, which takes longer.
+        the chain, or with its name. Spark's JSON reader reads the segments that are as sealed and plain. Of
+        the others it reads a copy, after the lines that are not plain were validated one by one; all lines,
+        if the segment is not as it was sealed.
 Rule 2: a segment lies in the folder of its date, so each date is written by a job of its own.
         Small segments, and events that a micro-batch carries, are written by one job, whatever their dates.
 Rule 3: values that all rows of a file share come from its path, and are not computed for each row.
@@ -39,14 +40,6 @@ INSPECTED: Final = "lines bigint, is_plain boolean, sha256 string"
 cloudpickle.register_pickle_by_value(lines)  # type: ignore[no-untyped-call]  # executors have no postroom
 
 
-class _Inspection(NamedTuple):
-    """What was found in some segments."""
-
-    lines: int
-    is_trusted: bool
-    """Whether all segments are as they were sealed, and Spark's JSON reader reads them without a loss."""
-
-
 class WrittenSegments(NamedTuple):
     """The files of some segments, staged for a commit, and the number of lines."""
 
@@ -55,6 +48,8 @@ class WrittenSegments(NamedTuple):
     lines: int
     bad_segments: int | None
     """The segments with a bad line, as bits; see `bronze.segment_bits`."""
+    is_plain: Column | None = None
+    """Whether a line was not validated, because it is plain; None if all of them were."""
 
     @property
     def rejects(self) -> int:
@@ -68,12 +63,37 @@ def write_segments(
     """Write the files of segments of a stream. They become visible with a later commit."""
     segments = list(segments)
     found = _inspected(spark, tables, stream, segments)
-    adds = _write_plain_lines(spark, tables, stream, segments) if found.is_trusted else None
-    if adds is None:
+    plain = [segment for segment in segments if found[segment.name].is_trusted]
+    adds = _write_plain_lines(spark, tables, stream, plain) if plain else []
+    if adds is None:  # a plain line is no event to the reader
         return write_validated_lines(spark, tables, stream, segments)
     staged = StagedFiles(bronze.ROWS, bronze.PARTITIONS, adds)
-    require_rows(TABLE, staged, found.lines)
-    return WrittenSegments(segments, staged, staged.rows, None)
+    require_rows(TABLE, staged, sum(found[segment.name].lines for segment in plain))
+    others = [segment for segment in segments if segment not in plain]
+    if not others:
+        return WrittenSegments(segments, staged, staged.rows, None)
+    sealed = frozenset(segment.file_name for segment in others if found[segment.name].is_as_sealed)
+    return _joined(segments, staged, _write_odd_segments(spark, tables, stream, others, sealed))
+
+
+def _write_odd_segments(
+    spark: SparkSession,
+    tables: Tables,
+    stream: SegmentStream,
+    segments: list[Segment],
+    sealed: frozenset[str],
+) -> WrittenSegments:
+    """Write segments with lines that are not plain: all of them are validated if the reader refuses one."""
+    try:
+        written = write_validated_lines(spark, tables, stream, segments, sealed)
+    except (PySparkException, Py4JJavaError) as error:
+        if not sealed or not bronze.is_read_failure(error):
+            raise
+    else:
+        if all(map(_is_whole, written.staged.adds)):
+            return written
+        tables.discard(TABLE, written.staged.adds)
+    return write_validated_lines(spark, tables, stream, segments)
 
 
 def write_carried(
@@ -97,16 +117,21 @@ def write_carried(
     last = max((segment.number for segment in carried), default=-1)
     segments = [segment for segment in ready if segment.number <= last]
     found = _inspected(spark, tables, stream, carried)
-    if not found.is_trusted or not all(map(_is_whole, staged.adds)):
+    is_trusted = all(each.is_trusted for each in found.values())
+    if not is_trusted or not all(map(_is_whole, staged.adds)):
         tables.discard(TABLE, staged.adds)
         return write_segments(spark, tables, stream, segments)
-    require_rows(TABLE, staged, found.lines)
+    require_rows(TABLE, staged, sum(each.lines for each in found.values()))
     others = [segment for segment in segments if segment not in carried]
     if not others:
         return WrittenSegments(segments, staged, staged.rows, None)
-    rest = write_segments(spark, tables, stream, others)
-    both = staged._replace(adds=[*staged.adds, *rest.staged.adds])
-    return WrittenSegments(segments, both, staged.rows + rest.lines, rest.bad_segments)
+    return _joined(segments, staged, write_segments(spark, tables, stream, others))
+
+
+def _joined(segments: list[Segment], plain: StagedFiles, rest: WrittenSegments) -> WrittenSegments:
+    """The files of plain segments, and those of the rest."""
+    both = plain._replace(adds=[*plain.adds, *rest.staged.adds])
+    return WrittenSegments(segments, both, plain.rows + rest.lines, rest.bad_segments, rest.is_plain)
 
 
 def texts_of(spark: SparkSession, stream: SegmentStream, segments: Iterable[Segment]) -> DataFrame:
@@ -114,22 +139,35 @@ def texts_of(spark: SparkSession, stream: SegmentStream, segments: Iterable[Segm
     return bronze.texts(spark, str(stream), [stream.path_of(segment) for segment in segments])
 
 
+class _Inspection(NamedTuple):
+    """What was found in a segment."""
+
+    lines: int
+    is_plain: bool
+    is_as_sealed: bool
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether Spark's JSON reader reads the segment without a loss."""
+        return self.is_plain and self.is_as_sealed
+
+
 def _inspected(
     spark: SparkSession, tables: Tables, stream: SegmentStream, segments: list[Segment]
-) -> _Inspection:
-    """The lines of all segments, and whether all can be trusted. Executors look, unless data are small."""
-    segments = [segment for segment in segments if segment.size]  # Spark reads no empty file
-    if not segments:
-        return _Inspection(0, is_trusted=True)
+) -> dict[str, _Inspection]:
+    """What was found in each segment, by its name. Executors look, unless data are small."""
+    full = [segment for segment in segments if segment.size]  # Spark reads no empty file
     if tables.is_small:
-        contents = ((each.name, stream.storage.read(each.name)) for each in segments)
+        contents = ((each.name, stream.storage.read(each.name)) for each in full)
         found = {name: Inspected(*lines.inspect(data)) for name, data in contents}
     else:
-        found = _inspected_by_executors(spark, stream, segments)
-    is_trusted = found.keys() == {each.name for each in segments} and all(
-        found[each.name].is_plain and found[each.name].sha256.startswith(each.seal) for each in segments
-    )
-    return _Inspection(sum(each.lines for each in found.values()), is_trusted)
+        found = _inspected_by_executors(spark, stream, full) if full else {}
+    nothing = Inspected(0, True, EMPTY_SHA256)  # noqa: FBT003 - a field
+    return {
+        each.name: _Inspection(one.lines, one.is_plain, one.sha256.startswith(each.seal) or not each.size)
+        for each in segments
+        for one in [found.get(each.name, nothing)]
+    }
 
 
 def hashes_of(spark: SparkSession, stream: SegmentStream, segments: Sequence[Segment]) -> dict[str, str]:
@@ -226,11 +264,19 @@ def _is_whole(add: AddAction) -> bool:
 
 
 def write_validated_lines(
-    spark: SparkSession, tables: Tables, stream: SegmentStream, segments: list[Segment]
+    spark: SparkSession,
+    tables: Tables,
+    stream: SegmentStream,
+    segments: list[Segment],
+    sealed: frozenset[str] = frozenset(),
 ) -> WrittenSegments:
-    """Validate every line. A line that is not an event is left out, and the bit of its segment is set."""
+    """Validate every line, except plain ones of segments that are as they were `sealed`.
+
+    A line that is not an event is left out, and the bit of its segment is set.
+    """
     seen = Observation()
-    texts = bronze.validated(texts_of(spark, stream, segments))
+    is_plain = _is_plain(sealed) if sealed and not tables.is_small else None
+    texts = bronze.validated(texts_of(spark, stream, segments), is_plain)
     bad = bronze.segment_bits(F.col("reason").isNotNull()).alias("bad_segments")
     rejects = F.count_if(F.col("reason").isNotNull()).alias("rejects")
     texts = texts.observe(seen, bad, rejects, F.count("*").alias("lines"))
@@ -240,4 +286,10 @@ def write_validated_lines(
         staged = tables.stage(TABLE, rows, partition_by=bronze.PARTITIONS)
     found = seen.get
     require_rows(TABLE, staged, found["lines"] - found["rejects"])
-    return WrittenSegments(segments, staged, found["lines"], found["bad_segments"])
+    return WrittenSegments(segments, staged, found["lines"], found["bad_segments"], is_plain)
+
+
+def _is_plain(sealed: frozenset[str]) -> Column:
+    """Whether a line of one of some segments is plain. Executors look."""
+    look: Callable[..., Column] = F.arrow_udf(lines.inspect_lines, "boolean")  # type: ignore[attr-defined]
+    return F.col("segment").isin(sorted(sealed)) & look(F.col("value").cast("binary"))

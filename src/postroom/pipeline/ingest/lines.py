@@ -8,6 +8,7 @@ constants of this module. Without msgspec no line counts as plain, and Spark val
 """
 
 import re
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Final, NamedTuple
 
 import pyarrow as pa  # type: ignore[import-untyped]
@@ -16,6 +17,9 @@ from postroom.core.formats.events import SCHEMA, TS_US_MAX
 from postroom.pipeline.schema import EVENTS, REQUIRED
 
 FIELDS: Final = tuple(EVENTS.names)
+KINDS: Final = {field.name: field.dataType.typeName() for field in EVENTS.fields}
+UNDECODED: Final = ("detail", "ts_us", "schema")
+"""Any JSON, and numbers with limits of their own."""
 NEEDED: Final = tuple(REQUIRED)
 NEWEST_SCHEMA: Final = SCHEMA
 TIME_MAX_US: Final = TS_US_MAX
@@ -39,32 +43,38 @@ def inspect(data: bytes) -> tuple[int, bool, str]:
     import hashlib  # noqa: PLC0415 - an executor has only this function
 
     lines = [line for line in data.split(b"\n") if line and not line.isspace()]
-    return len(lines), are_plain(lines), hashlib.sha256(data).hexdigest()
+    return len(lines), all(are_plain(lines)), hashlib.sha256(data).hexdigest()
 
 
-def are_plain(lines: list[bytes]) -> bool:
-    """Whether every line is plain."""
+def are_plain(lines: Iterable[bytes], *, strict: bool = False) -> Iterator[bool]:
+    """Whether each line is plain. If `strict`, all of its values have the types of their columns, too."""
     try:
         import msgspec  # noqa: PLC0415 - an executor may lack it
     except ImportError:
-        return False
-    decode = msgspec.json.Decoder(_plain_line()).decode
+        yield from (False for _ in lines)
+        return
+    decode = msgspec.json.Decoder(_plain_line(strict=strict)).decode
     exact = re.compile(EXACT).fullmatch
-    try:
-        for line in lines:
+    for line in lines:
+        try:
             amount = getattr(decode(line), MONEY_FIELD)
-            if amount is not None and exact(amount) is None:
-                return False
-    except (msgspec.MsgspecError, RecursionError):
-        return False
-    return True
+            is_plain = amount is None or exact(amount) is not None
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            is_plain = False
+        yield is_plain
 
 
-def _plain_line() -> Any:
-    """A struct of the known fields. Most are not decoded: the reader checks their types."""
+def _plain_line(*, strict: bool) -> Any:
+    """A struct of the known fields. Unless `strict`, most are not decoded: the reader checks their types."""
     import msgspec  # noqa: PLC0415 - see above
 
+    types = {"string": str, "long": _whole_number(63), "integer": _whole_number(31)} if strict else {}
     kinds: dict[str, Any] = {
+        **{
+            name: types[kind] if name in NEEDED else types[kind] | None
+            for name, kind in KINDS.items()
+            if kind in types and name not in UNDECODED
+        },
         "ts_us": Annotated[int, msgspec.Meta(ge=0, le=TIME_MAX_US)],
         "schema": Annotated[int, msgspec.Meta(le=NEWEST_SCHEMA)],
     }
@@ -72,6 +82,17 @@ def _plain_line() -> Any:
         (name, kinds.get(name, msgspec.Raw), *(() if name in NEEDED else (None,))) for name in FIELDS
     ]
     return msgspec.defstruct("PlainLine", fields, forbid_unknown_fields=True, gc=False)
+
+
+def _whole_number(bits: int) -> Any:
+    import msgspec  # noqa: PLC0415 - see above
+
+    return Annotated[int, msgspec.Meta(ge=-(2**bits), le=2**bits - 1)]
+
+
+def inspect_lines(lines: pa.Array) -> pa.Array:
+    """Whether the reader surely reads each line of a column without a loss, for `arrow_udf`."""
+    return pa.array([*are_plain(lines.to_pylist(), strict=True)], "bool")
 
 
 def inspect_files(files: pa.Array) -> pa.Array:

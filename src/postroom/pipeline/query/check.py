@@ -27,9 +27,9 @@ from postroom.core.formats.events import SCHEMA, AuditEvent, Contract, event_id
 from postroom.core.history.history_checker import gone, ids_of, lost
 from postroom.core.history.message_checker import LEASED, MICROS_PER_S, Life, Lives, Rule
 from postroom.pipeline.delta.tables import Tables
+from postroom.pipeline.follow.deleted_numbers import TABLE as DELETED_NUMBERS
 from postroom.pipeline.query.database import Database, text_in_sql
 from postroom.pipeline.schema import NOT_IN_LINE
-from postroom.pipeline.silver.deleted_numbers import TABLE as DELETED_NUMBERS
 
 SAMPLES_MAX: Final = 1_000  # violations of a rule that are shown; the rest is counted
 HORIZON_S: Final = 86_400.0

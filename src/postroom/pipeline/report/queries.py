@@ -22,7 +22,8 @@ from postroom.core.names import scoped
 from postroom.errors import InvalidMessage
 from postroom.pipeline.delta.delta_log import DataFile, rows_of
 from postroom.pipeline.delta.tables import Tables
-from postroom.pipeline.gold.tables import ERROR_KINDS, WAITING
+from postroom.pipeline.gold.columns import ERROR_KINDS
+from postroom.pipeline.gold.tables.queues import WAITING
 from postroom.pipeline.query.database import Database, text_in_sql
 from postroom.pipeline.query.expectations import EXPECTATIONS, Expectation, breaches, measure
 from postroom.pipeline.report.facts import (

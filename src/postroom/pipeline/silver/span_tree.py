@@ -7,6 +7,7 @@ Rule 2: if those files no longer exist, all places are computed again.
 """
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
@@ -18,11 +19,34 @@ from postroom.pipeline.delta.delta_log import DataFile, path_below, rows_of
 from postroom.pipeline.delta.file_index import IdLookup
 from postroom.pipeline.delta.joins import with_join_hint
 from postroom.pipeline.delta.tables import Tables
+from postroom.pipeline.follow.refresh import MESSAGES, Refresh, Replacement, Way
 from postroom.pipeline.silver import spans
 
 BROADCAST_NODES_MAX: Final = 500_000  # messages whose places are broadcast
 SPANS: Final = "silver_spans"
-MESSAGES: Final = "silver_messages"
+
+
+@dataclass(frozen=True)
+class Tree(Way):
+    """Place the new rows in trees. This runs queries over the rows that the table already has."""
+
+    def follow(self, refresh: Refresh) -> Replacement | None:
+        if not refresh.change.added:
+            return None
+        if not refresh.tables.row_count(SPANS):
+            return refresh.rebuild()
+        refresh.expect(refresh.change.added)
+        touched, rows = self._placement(refresh).updated_rows()
+        return Replacement(rows, touched)
+
+    def rebuild(self, refresh: Refresh) -> Replacement:
+        refresh.expect(refresh.change.added)
+        return Replacement(self._placement(refresh).rebuilt_rows(), refresh.tables.files(SPANS))
+
+    def _placement(self, refresh: Refresh) -> "SpanPlacement":
+        return SpanPlacement(
+            refresh.spark, refresh.tables, refresh.change.added, refresh.change.removed, refresh.held
+        )
 
 
 class SpanPlacement:

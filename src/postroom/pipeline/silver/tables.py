@@ -1,145 +1,23 @@
-"""The silver tables: each event once, and the state of every message and every attempt.
+"""The silver tables: the state of every message and every attempt, and the declarations of all of them.
 
 Rule 1: a fold is one aggregation of minima and maxima, which are idempotent and commutative. Late, repeated
         and reordered events result in the same row, and no watermark is needed.
 Rule 2: a row of the table is itself a state of the fold, so new events are folded into the existing row.
-Rule 3: only the redaction of `events` runs Python code.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import reduce
-from operator import and_
+from collections.abc import Sequence
 from typing import Final
 
 from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
 from postroom.pipeline.delta.file_groups import FileGroups
-from postroom.pipeline.delta.joins import with_join_hint
-from postroom.pipeline.schema import EVENTS
-from postroom.pipeline.silver.declaration import Append, Fold, SilverTable, Tree
+from postroom.pipeline.follow.columns import day_of, named
+from postroom.pipeline.follow.merge import Fold
+from postroom.pipeline.follow.refresh import Table
+from postroom.pipeline.silver.events import Append, events
+from postroom.pipeline.silver.span_tree import Tree
 from postroom.pipeline.silver.spans import spans
-from postroom.pipeline.times import DAY_US, HOUR_US
-
-_NAMES: Final = ("message_id", "parent_message_id", "org_id", "type", "queue", "goal_id", "worker_id")
-"""Fields by which rows are looked up, counted or grouped."""
-PARTITIONS: Final = ("day",)
-
-# ---- silver_events ---------------------------------------------------------------------------------------
-
-
-def day_of(micros: Column) -> Column:
-    """The UTC day, whatever the time zone of the session."""
-    return F.date_from_unix_date(F.call_function("div", micros, F.lit(DAY_US)).cast("int"))
-
-
-def hour_us(micros: Column) -> Column:
-    """The start of the UTC hour."""
-    return micros - F.pmod(micros, F.lit(HOUR_US))
-
-
-def repeats(events: DataFrame, known: DataFrame) -> DataFrame:
-    """Grain: an event_id of more than one row. `kept` is the row to keep, NULL when that is a known one.
-
-    Of two events with one id the earlier one is kept; of two of the same time, the one of lower `rank`. Both
-    inputs are `ranked`; `known` are events of earlier runs. `is_beaten` says that a known one is replaced.
-    """
-    new = events.select("event_id", F.struct("ts_us", "rank", "row").alias("place"))
-    no_row = F.lit(None).cast("long").alias("row")  # sorts before equal events that are new
-    old = known.select("event_id", F.struct("ts_us", "rank", no_row).alias("place"))
-    grouped = (
-        new.unionByName(old)
-        .groupBy("event_id")
-        .agg(
-            F.min("place").alias("kept"),
-            F.count(F.lit(1)).alias("rows"),
-            F.count_if(F.col("place.row").isNull()).alias("known"),
-        )
-    )
-    is_beaten = (F.col("known") > 0) & F.col("kept.row").isNotNull()
-    return grouped.where("rows > 1").select(
-        "event_id", F.col("kept.row").alias("kept"), is_beaten.alias("is_beaten")
-    )
-
-
-def ranked(
-    rows: DataFrame, suspected: DataFrame, redaction: Mapping[str, Column], *, few: bool = True
-) -> DataFrame:
-    """Rows that may be repeats, with a `rank` that depends on their redacted content."""
-    some = rows.join(with_join_hint(suspected, few=few), _hash() == F.col("suspect"), "left_semi")
-    return some.withColumn("rank", rank(redaction))
-
-
-def rank(redaction: Mapping[str, Column]) -> Column:
-    """A hash of the content of an event. It decides between two events of one id and one time."""
-    return F.xxhash64(*[redaction.get(name, _text_or_null(name)) for name in EVENTS.names])
-
-
-def suspects(events: DataFrame, known: DataFrame) -> DataFrame:
-    """Grain: the hash of an event_id of more than one row.
-
-    Nearly every id is unique. Only its hash is shuffled to find out.
-    """
-    ids = events.select("event_id").unionByName(known.select("event_id"))
-    return ids.groupBy(_hash().alias("suspect")).count().where("count > 1").select("suspect")
-
-
-def _hash() -> Column:
-    return F.xxhash64("event_id")
-
-
-def once(events: DataFrame, repeated: DataFrame, *, few: bool = True) -> DataFrame:
-    """The rows of `events` without repeats.
-
-    The wide rows are not shuffled, unless there are so many repeats that they are not `few`.
-    """
-    repeats = with_join_hint(repeated.select(F.col("event_id").alias("repeated_id"), "kept"), few=few)
-    is_repeat = (F.col("event_id") == F.col("repeated_id")) & ~F.col("row").eqNullSafe(F.col("kept"))
-    return events.join(repeats, is_repeat, "left_anti")
-
-
-_MESSAGE_NAMES: Final = ("type", "org_id", "goal_id", "agent_id")
-
-
-def lacks_names() -> Column:
-    """Whether an event lacks the type or the organization of its message. Stores record them once."""
-    return F.col("message_id").isNotNull() & (F.col("type").isNull() | F.col("org_id").isNull())
-
-
-def named(rows: DataFrame, messages: DataFrame, *, few: bool = False) -> DataFrame:
-    """Events or attempts with the names of their message, such as its type, where they lack them."""
-    names = messages.select("message_id", *(F.col(name).alias(f"message_{name}") for name in _MESSAGE_NAMES))
-    unnamed = rows.where(lacks_names()).join(with_join_hint(names, few=few), "message_id", "left")
-    filled = {name: F.coalesce(name, f"message_{name}") for name in _MESSAGE_NAMES}
-    taken = ", ".join(f"message_{name}" for name in _MESSAGE_NAMES)
-    complete = rows.where(~lacks_names())
-    # Not `drop`, which asks a Connect server for the columns: a declared table has none yet.
-    return complete.unionByName(unnamed.withColumns(filled).selectExpr(f"* EXCEPT ({taken})"))
-
-
-def events(rows: DataFrame, redaction: Mapping[str, Column], done: Column | None = None) -> DataFrame:
-    """Grain: event_id. The columns of an event, redacted where `redaction` has one, and the `day` of `ts_us`.
-
-    Spark copies every row for a Python function. Few rows have a text to redact that the shipper has not
-    redacted (`done`), so all others are read separately, without the function.
-    """
-    if not redaction:
-        return _events(rows, redaction)
-    is_kept = reduce(and_, [F.col(name).isNull() for name in redaction])
-    if done is not None:
-        is_kept = is_kept | done
-    return _events(rows.where(is_kept), {}).unionByName(_events(rows.where(~is_kept), redaction))
-
-
-def _events(rows: DataFrame, redaction: Mapping[str, Column]) -> DataFrame:
-    kept = [redaction.get(name, _text_or_null(name)).alias(name) for name in EVENTS.names]
-    return rows.select(*kept, day_of(F.col("ts_us")).alias("day"))
-
-
-def _text_or_null(name: str) -> Column:
-    """A field. An empty id or name is NULL, as in a line that omits it."""
-    return F.nullif(F.col(name), F.lit("")) if name in _NAMES else F.col(name)
-
 
 # ---- silver_messages -------------------------------------------------------------------------------------
 
@@ -348,11 +226,17 @@ _ATTEMPT_SMALLEST: Final = ("dequeued_us", "started_us", "first_us", "waited_us"
 _ATTEMPT_KINDS: Final = ("dequeued", "execution_started", "heartbeat", *_RESULT_OF)
 
 
-def attempts(events: DataFrame, before: DataFrame | None = None) -> DataFrame:
+def attempts(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
     """Grain: message_id and attempt, from 1 on. One lease of a message, from its delivery to its end.
 
-    The holder comes from `dequeued`, the result from the first end.
+    The holder comes from `dequeued`, the result from the first end. `messages` supply names that events lack.
     """
+    rows = folded_attempts(events)
+    return rows if messages is None else named(rows, messages)
+
+
+def folded_attempts(events: DataFrame, before: DataFrame | None = None) -> DataFrame:
+    """The rows of events, folded into the existing rows `before`. Events may lack names."""
     states = _attempt_states(events)
     if before is not None:
         states = states.unionByName(_states_of_attempts(before))
@@ -447,17 +331,27 @@ def attempt_file_groups() -> FileGroups:
 
 # ---- the declarations ------------------------------------------------------------------------------------
 
-SILVER: Final[dict[str, SilverTable]] = {
-    "silver_events": SilverTable(events, ("bronze_events",), Append()),
-    "silver_messages": SilverTable(
+_DAY: Final = ("day",)
+SILVER: Final[dict[str, Table]] = {
+    "silver_events": Table(events, ("bronze_events",), _DAY, Append(), outlives_events=False),
+    "silver_messages": Table(
         messages,
         ("silver_events",),
-        Fold(message_keys, observes_renames=True),
+        _DAY,
+        Fold(message_keys, messages, observes_renames=True),
         file_groups=message_file_groups,
+        outlives_events=False,
     ),
-    "silver_spans": SilverTable(spans, ("silver_messages",), Tree(), file_groups=span_file_groups),
-    "silver_attempts": SilverTable(
-        attempts, ("silver_events", "silver_messages"), Fold(attempt_keys), file_groups=attempt_file_groups
+    "silver_spans": Table(
+        spans, ("silver_messages",), _DAY, Tree(), file_groups=span_file_groups, outlives_events=False
+    ),
+    "silver_attempts": Table(
+        attempts,
+        ("silver_events", "silver_messages"),
+        _DAY,
+        Fold(attempt_keys, folded_attempts),
+        file_groups=attempt_file_groups,
+        outlives_events=False,
     ),
 }
 """In the order in which they are built. Gold needs spans and not attempts, so spans come first."""

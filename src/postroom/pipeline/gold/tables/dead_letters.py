@@ -14,7 +14,10 @@ from typing import Final
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 
-from postroom.pipeline.silver.tables import hour_us
+from postroom.pipeline.follow.columns import hour_us
+from postroom.pipeline.follow.merge import Sums
+from postroom.pipeline.follow.refresh import Table
+from postroom.pipeline.gold.columns import DAY
 from postroom.pipeline.times import DAY_US
 
 TEXT_MAX: Final = 400  # characters of an error that are compared
@@ -188,3 +191,28 @@ def _common(templates: Column) -> Column:
         ).otherwise(ANY),
     )
     return F.array_join(places, " ")
+
+
+_TEMPLATES: Final = Sums(
+    ("day", "hour_us", "error_type", "template"),
+    ("n",),
+    smallest=("first",),
+    largest=("last",),
+    sets=("orgs", "types"),
+    moment="hour_us",
+)
+TABLES: Final = {
+    "gold_dlq_templates": Table(
+        dlq_templates,
+        ("silver_events",),
+        DAY,
+        _TEMPLATES,
+        "hour_us",
+        grain="hour, class, masked text of dead letters",
+    ),
+    "gold_dlq_patterns": Table(
+        dlq_patterns,
+        ("gold_dlq_templates",),
+        grain="pattern: count, trend, first and last, samples, systematic or not",
+    ),
+}
