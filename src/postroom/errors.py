@@ -469,6 +469,16 @@ class SandboxUnavailable(Unavailable):
         super().__init__(f"no sandbox: {reason}")
 
 
+class TargetBusy(Unavailable):
+    """Another operation works on the target of an effect. The message is deferred; nothing was run."""
+
+    def __init__(self, target: str, other: str, message: str = "") -> None:
+        self.target = target
+        self.other = other
+        self.retry_after_s = 1.0
+        super().__init__(message or f"message {other} works on {shown(target)}")
+
+
 # ---- goals -----------------------------------------------------------------------------------------------
 
 

@@ -1,19 +1,21 @@
 """Conflicting operations never run at the same time."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from postroom import Advice, Adviser
-from postroom.engine.rules.cells import PAGE
+from postroom import Advice, Adviser, Guard, ValidationError
+from postroom.engine.rules.cells import GOALS, PAGE
 from postroom.engine.rules.operations import Operations
-from postroom.errors import InvalidMessage
+from postroom.errors import InvalidMessage, WrongState
+from postroom.goals.advisers.facts import QUOTED_CHARS_MAX
 from postroom.goals.goal_cells import ACTIVE, ACTIVE_ON, RULINGS, WAITERS, WAITING
 from postroom.stores.memory import MemoryCells
 from tests.engines import EngineUnderTest
-from tests.goalworlds import Opened, opened_engines
+from tests.goalworlds import Choosing, Opened, opened_engines
 from tests.postgresserver import database, postgres, store_url
 
 __all__ = ["database", "postgres"]  # fixtures
@@ -229,8 +231,169 @@ def test_the_end_of_the_other_operation_makes_a_decision_unnecessary(opened: Any
     [decision] = world.wait(world.engine.decisions.list())
     world.complete([held])
     assert ids(world.claim(1)) == [second.message_id]
-    world.wait(world.engine.decisions.answer(decision.decision_id, "cancel"))
+    assert world.wait(world.engine.decisions.list()) == []
+    with pytest.raises(WrongState, match="was taken already: run"):
+        world.wait(world.engine.decisions.answer(decision.decision_id, "cancel"))
     assert world.state(second) == "PROCESSING"
+
+
+@pytest.mark.parametrize("choice", ["cancel", "escalate"])
+def test_the_end_of_the_waiting_operation_ends_the_question(opened: Any, choice: Any) -> None:
+    world = opened(adviser=Saying(choice, confidence=0.1 if choice == "cancel" else 1.0))
+    submit(world)
+    second = submit(world)
+    [held] = world.claim(1)
+    world.claim(1)
+    world.run(1)
+    assert len(world.wait(world.engine.decisions.list())) == 1
+    world.wait(second.cancel())
+    assert world.wait(world.engine.decisions.list()) == []
+    [taken, *_] = world.wait(world.engine.decisions.list(decided=True))[::-1]
+    assert (taken.choice, taken.reasoning) == ("cancel", "one of the operations has ended")
+    world.complete([held])
+
+
+@pytest.mark.statement("conflict-adviser")
+def test_question_about_a_conflict_has_both_payloads_and_goals(opened: Any) -> None:
+    adviser = Choosing(conflict="wait")
+    world = opened(adviser=adviser)
+    for goal_id, org_id in (("plan", "acme"), ("audit", "acme")):
+        world.wait(world.engine.goals.start(org_id, goal_id, context={"about": goal_id}))
+    submit(world, payload={"to": "first" * 1_000}, goal_id="plan")
+    submit(world, payload={"to": "second"}, goal_id="audit")
+    world.claim(1)
+    world.claim(1)
+    world.run(1)
+    [question] = adviser.questions
+    own, theirs = question.facts["own"], question.facts["theirs"]
+    assert (own["payload"], own["goal_id"]) == ('{"to":"second"}', "audit")
+    assert (own["context"], theirs["context"]) == ('{"about":"audit"}', '{"about":"plan"}')
+    assert theirs["payload"].startswith('{"to":"firstfirst')
+    assert len(theirs["payload"]) == QUOTED_CHARS_MAX + len("...")
+    [detected] = [
+        event for event in world.engine.store.events(0, 10_000) if event.kind == "conflict_detected"
+    ]
+    assert "own" not in detected.detail
+
+
+# ---- operations that nobody declared ---------------------------------------------------------------
+
+
+@pytest.mark.statement("conflict-structural", "conflict-before")
+def test_memory_messages_work_on_the_node_that_they_name(world: EngineUnderTest) -> None:
+    def memory(kind: str, node_id: Any, **payload: Any) -> Any:
+        return world.submit(type=f"memory_{kind}", payload={"node_id": node_id, **payload})
+
+    first, second = memory("save", "rome"), memory("update", "rome")
+    reads = [memory("retrieve", "paris"), memory("retrieve", "paris")]
+    declared = submit(world, "rome")
+    query = world.submit(type="memory_retrieve", payload={"query": "rome"})
+    unfit = memory("save", 7)
+    claimed = world.claim(10)
+    assert ids(claimed) == [
+        first.message_id, *(one.message_id for one in reads), query.message_id, unfit.message_id,
+    ]  # fmt: skip
+    waiting = world.wait(world.engine.conflicts.waiting())
+    assert sorted(one.message_id for one in waiting) == sorted([second.message_id, declared.message_id])
+    world.complete(claimed)
+    assert len(world.claim(10)) == 1
+
+
+def test_declared_operation_of_a_memory_message_is_kept(world: EngineUnderTest) -> None:
+    operation = {"target": "own", "mode": "shared"}
+    world.submit(type="memory_save", payload={"node_id": "rome"}, operation=operation)
+    world.claim(1)
+    [active] = world.wait(world.engine.conflicts.active())
+    assert (active.operation.target, active.operation.mode) == ("own", "shared")
+
+
+class Building:
+    """A handler whose effect works on a target while the test does something else."""
+
+    def __init__(self, world: EngineUnderTest, target: str = "site") -> None:
+        self.world = world
+        self.target = target
+        self.runs = 0
+        self.meanwhile: Any = lambda: asyncio.sleep(0)
+        world.engine.handler("tool_call")(self.handle)
+
+    async def handle(self, _message: Any, ctx: Any) -> Any:
+        self.runs += 1
+        ctx.usage(tokens_in=5)
+        done = await ctx.effect("build", self.build, target=self.target)
+        return [done, [one.operation.target for one in await self.world.engine.conflicts.active()]]
+
+    async def build(self) -> str:
+        await self.meanwhile()
+        return "built"
+
+
+def test_effect_on_a_target_waits_for_the_operation_of_another_message(opened: Any) -> None:
+    world = opened(guard=Guard(tokens=1_000))
+    building = Building(world)
+    holder = world.submit(type="model_call", operation={"target": "site"})
+    [held] = world.claim(1)
+    handle = world.submit(max_retries=0, goal_id="g")
+    world.run_all()
+    assert world.state(handle) == "SCHEDULED"
+    assert f"message {holder.message_id} works on 'site'" in world.wait(handle.explain())
+    assert kinds(world) == ["conflict_detected"]
+    world.complete([held])
+    world.clock.advance(1.001)
+    world.run_all()
+    assert world.wait(handle.result()) == ["built", []]
+    assert building.runs == 2
+    used = world.engine.store.read(lambda transaction: GOALS.get(transaction, "acme", "g"))
+    assert used is not None
+    assert used.tokens == 10, "a deferred attempt counts what it used"
+
+
+@pytest.mark.parametrize("ends", ["done", "raises"])
+def test_operation_waits_for_the_effect_of_another_message(opened: Any, ends: str) -> None:
+    world = opened()
+    building = Building(world)
+    waiting: list[Any] = []
+
+    async def meanwhile() -> None:
+        fields = {"type": "model_call", "org_id": "acme", "payload": {}, "operation": {"target": "site"}}
+        waiting.append(await world.engine.submit(**fields))
+        assert await asyncio.to_thread(world.claim, 5) == []
+        [active] = await world.engine.conflicts.active()
+        assert (active.operation.target, active.is_effect) == ("site", True)
+        if ends == "raises":
+            raise ValidationError("no")
+
+    building.meanwhile = meanwhile
+    handle = world.submit()
+    world.run(slots=1)
+    assert world.state(handle) == ("COMPLETED" if ends == "done" else "DEAD_LETTER")
+    assert world.state(waiting[0]) == "QUEUED", "the end of the effect wakes it"
+    assert ids(world.claim(1)) == [waiting[0].message_id]
+
+
+def test_effect_whose_outcome_is_open_holds_its_target_until_the_attempt_ends(opened: Any) -> None:
+    world = opened()
+    building = Building(world)
+
+    async def hang_up() -> None:
+        raise ConnectionError("is it done?")
+
+    building.meanwhile = hang_up
+    world.submit(max_retries=0)
+    world.run_all()
+    assert world.engine.store.read(ACTIVE.all) == []
+    assert world.engine.store.read(ACTIVE_ON.all) == []
+
+
+@pytest.mark.parametrize("target", ["x" * 257, "a\nb", 7])
+def test_target_that_does_not_fit_is_refused(target: Any) -> None:
+    world = EngineUnderTest("memory://")
+    Building(world, target)
+    handle = world.submit()
+    world.run(slots=1)
+    errors = world.wait(world.engine.get(handle.message_id)).errors
+    assert "the target of an effect must be printable text" in errors[-1]["error"]
+    world.close()
 
 
 def test_operations_leave_no_cells_behind(world: EngineUnderTest) -> None:

@@ -328,6 +328,8 @@ def _body(
             'on_dead="stop" needs an ordering_key: a dead letter stops the messages of its key'
         )
     operation = get("operation")
+    if operation is None:
+        operation = conflicts.of_memory(get("type"), get("payload"))
     if operation is not None and not isinstance(operation, Operation):
         try:
             operation = conflicts.checked(operation)

@@ -245,6 +245,17 @@ def time_out(transaction: Transaction, policy: Policy, decision_id: str) -> None
         conclude(transaction, policy, decision, said, "timeout")
 
 
+def drop(transaction: Transaction, decision_id: str, choice: str, reasoning: str) -> None:
+    """Nobody has to decide any more: the course of things has made the choice. Nothing follows from it."""
+    decision = DECISIONS.get(transaction, decision_id) if decision_id else None
+    if decision is not None and decision.state != "decided":
+        taken = replace(
+            decision, state="decided", choice=choice, by="rule", reasoning=reasoning,
+            decided_us=transaction.wall_us,
+        )  # fmt: skip
+        _record(transaction, taken)
+
+
 def waiting(transaction: Transaction) -> list[Decision]:
     """Decisions that nobody has taken yet, the oldest first."""
     ids = [key for key, _ in PENDING.scan(transaction, limit=DECISIONS_LISTED_MAX)]

@@ -41,6 +41,8 @@ def purge(transaction: Transaction, after: Mapping[str, str]) -> dict[str, str]:
 extensions.on_submit.append(progress.check)
 extensions.on_accept.append(progress.accepted)
 extensions.on_claim.append(operation_registry.OperationRegistry)
+extensions.on_target.append(operation_registry.effect_begins)
+extensions.on_target_left.append(operation_registry.effect_ended)
 extensions.on_effect.append(progress.effect_begun)
 extensions.on_effect_dropped.append(progress.effect_dropped)
 extensions.on_release.append(operation_registry.released)

@@ -156,6 +156,8 @@ class Active(msgspec.Struct, frozen=True):
     lease: int
     operation: Operation
     since_us: int
+    is_effect: bool = False
+    """Whether it is an effect on a named target, and ends with it."""
 
 
 class Waiting(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -169,6 +171,8 @@ class Waiting(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether it takes over the result of the other one."""
     asked: bool = False
     """Whether nobody has decided yet what happens to it."""
+    decision_id: str = ""
+    """The question that is open then."""
 
 
 STATES: Final = Kind("goal.state", Goal)
@@ -208,9 +212,9 @@ LOOKS: Final = Kind("goal.look", Look)
 PATTERNS: Final = Kind("goal.pattern", SeenPattern)
 """Organization, type, error type -> dead letters."""
 ACTIVE: Final = Kind("conflict.active", Active)
-"""Message id -> operation."""
+"""Message id, and the target of an effect -> operation."""
 ACTIVE_ON: Final = Kind("conflict.on", bool)
-"""Organization, what it works on, message id -> True."""
+"""Organization, what it works on, the key of the operation in `ACTIVE` -> True."""
 WAITING: Final = Kind("conflict.waiting", Waiting)
 """Message id -> what it waits for."""
 WAITERS: Final = Kind("conflict.waiter", str)

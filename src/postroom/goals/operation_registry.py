@@ -1,15 +1,18 @@
 """The registry of active operations: what a message works on while its handler runs.
 
 Rule 1: an operation is active while its message is leased under the lease that it was registered with. The
-        end of the lease is the end of the operation, so a crash leaves nothing behind that blocks others.
+        end of the lease is the end of the operation, so a crash leaves nothing behind that blocks others. An
+        effect on a target is an operation that ends earlier, with the effect.
 Rule 2: a claim checks and registers in its own transaction, so two conflicting operations are never leased at
         the same time.
 Rule 3: a message that waits is deferred to the end of the other's lease at the latest, and woken when the
         other operation ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from postroom.core.goals import advice, conflicts
 from postroom.core.goals.advice import Advice
@@ -22,6 +25,7 @@ from postroom.engine.rules import ordering, outcomes
 from postroom.engine.rules.cells import SEPARATOR
 from postroom.engine.rules.policy import Policy
 from postroom.goals import decisions, progress
+from postroom.goals.advisers import facts as facts_of
 from postroom.goals.goal_cells import ACTIVE, ACTIVE_ON, RULINGS, WAITERS, WAITING, Active, Decision, Waiting
 from postroom.message import Record, org_of
 from postroom.stores.base import ByIds, Head
@@ -30,6 +34,7 @@ from postroom.stores.transaction import Transaction
 CONFLICTS_A_CLAIM_MAX: Final = 20  # conflicts of one message that one claim resolves
 WAIT_S_MIN: Final = 0.05
 NANOS_PER_MS: Final = 1_000_000
+ENDED: Final = "one of the operations has ended"
 PERSON_OPTIONS: Final = ("run", "wait", "merge", "cancel")
 
 
@@ -54,11 +59,10 @@ class OperationRegistry:
             return
         record, transaction = head.record, self._transaction
         if record.place != record.seq:  # else the message has never waited for anything
-            _stop_waiting(transaction, record.message_id)
+            _stop_waiting(transaction, record.message_id, "run")
         entry = Active(record.message_id, org_of(record.queue), 0, body.operation, transaction.wall_us)
         self._entered[record.message_id] = entry
-        for place in _places(entry.operation):
-            ACTIVE_ON.put(transaction, True, entry.org_id, place, entry.message_id)  # noqa: FBT003
+        _list(transaction, entry)
 
     def leased(self, records: Sequence[Record]) -> None:
         """Messages were leased: their operations live as long as the leases."""
@@ -79,11 +83,11 @@ class OperationRegistry:
             conflict = conflicts.found(operation, left, self._policy.capacities)
             if conflict is None:
                 return True
-            choice = RULINGS.get(transaction, record.message_id, conflict.other) or self._asked(
-                head, body, operation, conflict
-            )
+            choice, decision_id = RULINGS.get(transaction, record.message_id, conflict.other) or "", ""
+            if not choice:
+                choice, decision_id = self._asked(head, body, operation, conflict)
             if choice != "run":
-                self._hold(record, conflict, choice)
+                self._hold(record, conflict, choice, decision_id)
                 return False
             ignored.add(conflict.other)
         self._hold(record, Conflict("constraint", next(iter(ignored)), operation.target), "wait")
@@ -91,38 +95,37 @@ class OperationRegistry:
 
     def _near(self, org_id: str, operation: Operation, message_id: str) -> list[Active]:
         """Active operations that may conflict."""
-        transaction = self._transaction
-        found: dict[str, None] = {}
-        for place in _places(operation):
-            listed = ACTIVE_ON.under(transaction, org_id, place)
-            found.update(dict.fromkeys(key.rpartition(SEPARATOR)[2] for key, _ in listed))
-        found.pop(message_id, None)
-        return [one for other in sorted(found) if (one := self._live(other)) is not None]
+        return near(self._transaction, org_id, operation, message_id, self._entered)
 
-    def _live(self, message_id: str) -> Active | None:
-        """An operation that is under way. An operation whose lease is over is forgotten: None."""
-        if message_id in self._entered:
-            return self._entered[message_id]
-        return live(self._transaction, message_id)
-
-    def _asked(self, head: Head, body: Body, operation: Operation, conflict: Conflict) -> str:
-        """The choice about a conflict that no ruling covers; empty while nobody has decided."""
+    def _asked(self, head: Head, body: Body, operation: Operation, conflict: Conflict) -> tuple[str, str]:
+        """The choice about a conflict that no ruling covers; while nobody has decided, the open question."""
         transaction, record = self._transaction, head.record
         known = WAITING.get(transaction, record.message_id)
         if known is not None and known.other == conflict.other:
-            return "" if known.asked else "merge" if known.merges else "wait"
+            return "" if known.asked else "merge" if known.merges else "wait", known.decision_id
         facts = self._facts(head, body, operation, conflict)
-        self._emit("conflict_detected", record, conflict, facts)
+        _emit(transaction, "conflict_detected", record, conflict, facts)
+        if self._policy.has_model:  # the rules do not read what a person would
+            facts |= self._stories(record, conflict)
         question = advice.question("conflict", facts, pattern=f"{conflict.kind} {operation.target}")
         subject = {"message_id": record.message_id, "other": conflict.other}
         decision = decisions.settle(transaction, self._policy, question, org_of(record.queue), subject)
         if decision.state == "decided" and decision.choice == "escalate":
-            return escalate(transaction, self._policy, decision)
+            return "", escalate(transaction, self._policy, decision)
         if decision.state != "decided":
-            return ""
+            return "", decision.decision_id
         said = {"choice": decision.choice, "by": decision.by, "reasoning": decision.reasoning}
-        self._emit("conflict_resolved", record, conflict, said)
-        return decision.choice
+        _emit(transaction, "conflict_resolved", record, conflict, said)
+        return decision.choice, ""
+
+    def _stories(self, record: Record, conflict: Conflict) -> dict[str, Any]:
+        """The payload, the goal and its context of both messages, quoted."""
+        stories: dict[str, Any] = {}
+        for name, message_id in (("own", record.message_id), ("theirs", conflict.other)):
+            stored = self._transaction.records.load(message_id)
+            if stored is not None:
+                stories[name] = facts_of.of_message(self._transaction, stored)
+        return stories
 
     def _facts(self, head: Head, body: Body, operation: Operation, conflict: Conflict) -> dict[str, Any]:
         other = self._transaction.records.load(conflict.other)
@@ -144,17 +147,22 @@ class OperationRegistry:
             "same_work": same,
         }
 
-    def _hold(self, record: Record, conflict: Conflict, choice: str) -> None:
+    def _hold(self, record: Record, conflict: Conflict, choice: str, decision_id: str = "") -> None:
         """Defer, merge or cancel a message that cannot run now."""
         transaction = self._transaction
         if choice == "cancel":
             for step in transaction.apply(ByIds((record.message_id,)), lifecycle.cancel):
                 outcomes.ended(transaction, self._policy, step.record)
             return
-        _stop_waiting(transaction, record.message_id)
+        before = WAITING.get(transaction, record.message_id)
+        if before is not None:
+            WAITERS.put(transaction, None, before.other, record.message_id)
+            if before.decision_id != decision_id:
+                decisions.drop(transaction, before.decision_id, "run", ENDED)
         waiting = Waiting(
-            record.message_id, conflict.other, conflict.kind, conflict.what, choice == "merge", not choice
-        )
+            record.message_id, conflict.other, conflict.kind, conflict.what, choice == "merge", not choice,
+            decision_id,
+        )  # fmt: skip
         WAITING.put(transaction, waiting, record.message_id)
         WAITERS.put(transaction, record.message_id, conflict.other, record.message_id)
         for_whom = "" if choice else "a decision about "
@@ -170,9 +178,12 @@ class OperationRegistry:
             ByIds((record.message_id,)), lambda one, moment: lifecycle.defer(one, moment, delay_ns, reason)
         )
 
-    def _emit(self, kind: Any, record: Record, conflict: Conflict, facts: dict[str, Any]) -> None:
-        named = {"message_id": record.message_id, "other": conflict.other, "what": conflict.what}
-        self._transaction.emit(kind, record.queue, detail=named | {"conflict": conflict.kind} | facts)
+
+def _emit(
+    transaction: Transaction, kind: Any, record: Record, conflict: Conflict, facts: dict[str, Any]
+) -> None:
+    named = {"message_id": record.message_id, "other": conflict.other, "what": conflict.what}
+    transaction.emit(kind, record.queue, detail=named | {"conflict": conflict.kind} | facts)
 
 
 # ---- places ----------------------------------------------------------------------------------------
@@ -189,29 +200,84 @@ def _places(operation: Operation) -> list[str]:
     return [*(f"t:{name}" for name in targets), *(f"r:{name}" for name in operation.resources)]
 
 
-def _forget(transaction: Transaction, entry: Active) -> None:
-    ACTIVE.put(transaction, None, entry.message_id)
+def _list(transaction: Transaction, entry: Active) -> None:
     for place in _places(entry.operation):
-        ACTIVE_ON.put(transaction, None, entry.org_id, place, entry.message_id)
+        ACTIVE_ON.put(transaction, True, entry.org_id, place, *_key(entry))  # noqa: FBT003
 
 
-def live(transaction: Transaction, message_id: str) -> Active | None:
+def _key(entry: Active) -> tuple[str, ...]:
+    """The key of an operation: a message has one of its own, and one for each target of its effects."""
+    return (entry.message_id, entry.operation.target) if entry.is_effect else (entry.message_id,)
+
+
+def _forget(transaction: Transaction, entry: Active) -> None:
+    ACTIVE.put(transaction, None, *_key(entry))
+    for place in _places(entry.operation):
+        ACTIVE_ON.put(transaction, None, entry.org_id, place, *_key(entry))
+
+
+def near(
+    transaction: Transaction,
+    org_id: str,
+    operation: Operation,
+    message_id: str,
+    entered: Mapping[str, Active],
+) -> list[Active]:
+    """Operations of other messages that may conflict; `entered` are those that are about to be leased."""
+    found: dict[str, None] = {}
+    for place in _places(operation):
+        listed = ACTIVE_ON.under(transaction, org_id, place)
+        found.update(dict.fromkeys(SEPARATOR.join(key.split(SEPARATOR)[2:]) for key, _ in listed))
+    others = [entered.get(key) or live(transaction, key) for key in sorted(found)]
+    return [one for one in others if one is not None and one.message_id != message_id]
+
+
+def live(transaction: Transaction, key: str) -> Active | None:
     """An operation that is under way. An operation whose lease is over is forgotten: None."""
-    entry = ACTIVE.get(transaction, message_id)
+    entry = ACTIVE.get(transaction, key)
     if entry is None:
         return None
-    record = transaction.records.get(message_id)
-    if record is not None and record.state == "PROCESSING" and record.lease == entry.lease:
+    if _holds(transaction, entry):
         return entry
     _forget(transaction, entry)
     return None
 
 
-def _stop_waiting(transaction: Transaction, message_id: str) -> None:
+def _stop_waiting(transaction: Transaction, message_id: str, choice: str) -> None:
+    """A message waits for nothing any more. A question about that is answered by the course of things."""
     waiting = WAITING.get(transaction, message_id)
     if waiting is not None:
         WAITING.put(transaction, None, message_id)
         WAITERS.put(transaction, None, waiting.other, message_id)
+        decisions.drop(transaction, waiting.decision_id, choice, ENDED)
+
+
+# ---- effects on a target -------------------------------------------------------------------------
+
+
+def effect_begins(transaction: Transaction, policy: Policy, record: Record, target: str) -> str | None:
+    """An effect on a target begins, unless another operation is in its way: then the id of its message."""
+    operation, org_id = Operation(target), org_of(record.queue)
+    others = near(transaction, org_id, operation, record.message_id, {})
+    active = [(one.message_id, one.operation) for one in others]
+    conflict = conflicts.found(operation, active, policy.capacities)
+    if conflict is not None:
+        _emit(transaction, "conflict_detected", record, conflict, {"target": target})
+        return conflict.other
+    entry = Active(
+        record.message_id, org_id, record.lease, operation, transaction.wall_us, is_effect=True
+    )  # fmt: skip
+    ACTIVE.put(transaction, entry, *_key(entry))
+    _list(transaction, entry)
+    return None
+
+
+def effect_ended(transaction: Transaction, policy: Policy, message_id: str, target: str) -> None:
+    """An effect on a target has ended."""
+    entry = ACTIVE.get(transaction, message_id, target)
+    if entry is not None:
+        _forget(transaction, entry)
+        _wake_waiters(transaction, policy, message_id, None)
 
 
 # ---- the end of an operation -----------------------------------------------------------------------
@@ -233,22 +299,31 @@ def _release(transaction: Transaction, policy: Policy, message_id: str, result: 
 
     `result` is the result of a completed message; None when it was not completed.
     """
-    entry = ACTIVE.get(transaction, message_id)
-    _stop_waiting(transaction, message_id)
-    if entry is None:
-        return
-    _forget(transaction, entry)
+    own = ACTIVE.get(transaction, message_id)
+    _stop_waiting(transaction, message_id, "cancel")
+    effects = [entry for _, entry in ACTIVE.under(transaction, message_id)]
+    entries = effects if own is None else [own, *effects]
+    for entry in entries:
+        _forget(transaction, entry)
+    if entries:
+        _wake_waiters(transaction, policy, message_id, result)
+
+
+def _wake_waiters(transaction: Transaction, policy: Policy, message_id: str, result: bytes | None) -> None:
+    """Queue the messages that wait for an operation of a message; the next claim checks them again."""
     for key, waiter in WAITERS.under(transaction, message_id):
         transaction.cells.put(WAITERS.name, key, None)
         waiting = WAITING.get(transaction, waiter)
         WAITING.put(transaction, None, waiter)
+        if waiting is not None:
+            decisions.drop(transaction, waiting.decision_id, "run", ENDED)
         RULINGS.drop_under(transaction, waiter)
         record = transaction.records.get(waiter)
         if record is None or record.state != "SCHEDULED":
             continue
         transaction.apply(ByIds((waiter,)), lifecycle.wake)
         if waiting is not None and waiting.merges and result is not None:
-            _complete_with(transaction, policy, waiter, entry.message_id, result)
+            _complete_with(transaction, policy, waiter, message_id, result)
 
 
 def _complete_with(
@@ -269,7 +344,7 @@ def _complete_with(
 
 
 def escalate(transaction: Transaction, policy: Policy, decision: Decision) -> str:
-    """Leave a conflict to a person; its message waits."""
+    """Leave a conflict to a person; its message waits. Returns the id of the new question."""
     subject = decision.subject
     detail = {**subject, "by": decision.by, "reasoning": decision.reasoning}
     transaction.emit("conflict_resolution_failed", f"org:{decision.org_id}", detail=detail)
@@ -285,7 +360,7 @@ def escalate(transaction: Transaction, policy: Policy, decision: Decision) -> st
     )  # fmt: skip
     unsure = Advice(question.default, 0.0, decision.reasoning or "the conflict was escalated")
     decisions.leave_to_person(transaction, policy, fresh, unsure)
-    return ""
+    return fresh.decision_id
 
 
 def ruled(transaction: Transaction, policy: Policy, decision: Decision) -> None:
@@ -295,7 +370,10 @@ def ruled(transaction: Transaction, policy: Policy, decision: Decision) -> None:
     if record is None or record.state != "SCHEDULED":
         return  # decided by the claim itself, or the other operation has ended meanwhile
     if decision.choice == "escalate":
-        escalate(transaction, policy, decision)
+        asked = escalate(transaction, policy, decision)
+        waiting = WAITING.get(transaction, message_id)
+        if waiting is not None:
+            WAITING.put(transaction, replace(waiting, decision_id=asked), message_id)
         return
     RULINGS.put(transaction, decision.choice, message_id, other)
     detail = {**decision.subject, "choice": decision.choice, "by": decision.by}
@@ -317,8 +395,8 @@ class Conflicts:
         def work(transaction: Transaction) -> list[Active]:
             return [
                 entry
-                for key, entry in ACTIVE.all(transaction)
-                if (org_id is None or entry.org_id == org_id) and _holds(transaction, key, entry)
+                for _, entry in ACTIVE.all(transaction)
+                if (org_id is None or entry.org_id == org_id) and _holds(transaction, entry)
             ]
 
         return await self._commits.read(lambda operations: work(operations.transaction))
@@ -338,6 +416,6 @@ def _org_of(transaction: Transaction, message_id: str) -> str:
     return "" if record is None else org_of(record.queue)
 
 
-def _holds(transaction: Transaction, message_id: str, entry: Active) -> bool:
-    record = transaction.records.get(message_id)
+def _holds(transaction: Transaction, entry: Active) -> bool:
+    record = transaction.records.get(entry.message_id)
     return record is not None and record.state == "PROCESSING" and record.lease == entry.lease

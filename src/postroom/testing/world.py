@@ -42,7 +42,7 @@ from postroom.core.tokens.tokens import WINDOW_NS
 from postroom.engine.message_input import Prepared, Registry
 from postroom.engine.rules.admission import ALL
 from postroom.engine.rules.breakers import Service, service_called
-from postroom.engine.rules.cells import CIRCUITS, GOALS, SEPARATOR, Part
+from postroom.engine.rules.cells import CIRCUITS, GOALS, SEPARATOR, Effect, Part
 from postroom.engine.rules.claims import Claimed, Claims
 from postroom.engine.rules.operations import Operations, Submitted
 from postroom.engine.rules.outcomes import Outcome, OutcomeKind, Usage
@@ -596,7 +596,7 @@ class World:
             if isinstance(error, StaleLease) and live:
                 self.checker.report("refused", message_id, f"effect {key} was refused under a live lease")
             return False
-        if known is not None:
+        if isinstance(known, Effect):
             self.checker.effect_known(message_id, key, known.outcome)
             return False
         self._note("begins effect", key, message_id, "lease", held.lease)

@@ -7,7 +7,7 @@ Rule 3: nothing here decides what happens then; `core.goals.advice` does.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, TypeGuard
 
 import msgspec
 
@@ -19,6 +19,13 @@ OnConflict: TypeAlias = Literal["wait", "merge", "cancel"]
 
 RESOURCES_MAX: Final = 32
 NAME_CHARS_MAX: Final = 256
+TARGET_RULE: Final = f"printable text of 1 to {NAME_CHARS_MAX} characters"
+MEMORY_MODES: Final[Mapping[str, Mode]] = {
+    "memory_save": "exclusive",
+    "memory_update": "exclusive",
+    "memory_retrieve": "shared",
+}
+"""How the messages that name a node of the graph work on it."""
 
 
 class Constraints(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -61,8 +68,8 @@ def checked(value: Any) -> Operation:
     except (msgspec.ValidationError, TypeError) as error:
         raise ValueError(f"operation does not fit: {clipped(str(error))}") from None
     names = (operation.target, *operation.resources, *operation.constraints.not_with)
-    if any(not name or len(name) > NAME_CHARS_MAX or not name.isprintable() for name in names):
-        raise ValueError(f"names in operation must be printable text of 1 to {NAME_CHARS_MAX} characters")
+    if not all(map(is_target, names)):
+        raise ValueError(f"names in operation must be {TARGET_RULE}")
     if max(len(operation.resources), len(operation.constraints.not_with)) > RESOURCES_MAX:
         raise ValueError(f"an operation names at most {RESOURCES_MAX} resources and targets")
     if any(not amount >= 0 for amount in operation.resources.values()):
@@ -70,6 +77,20 @@ def checked(value: Any) -> Operation:
     if operation.constraints.at_most is not None and operation.constraints.at_most < 1:
         raise ValueError("at_most must be a whole number of 1 or more")
     return operation
+
+
+def is_target(name: object) -> TypeGuard[str]:
+    """Whether a value can be the target of an operation."""
+    return isinstance(name, str) and 0 < len(name) <= NAME_CHARS_MAX and name.isprintable()
+
+
+def of_memory(type_name: str, payload: Any) -> Operation | None:
+    """The operation of a message on the node that it names; None for other messages."""
+    mode = MEMORY_MODES.get(type_name)
+    if mode is None:
+        return None
+    node_id = payload.get("node_id") if isinstance(payload, dict) else getattr(payload, "node_id", None)
+    return Operation(node_id, mode=mode) if is_target(node_id) else None
 
 
 def found(

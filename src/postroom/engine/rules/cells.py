@@ -184,6 +184,8 @@ class Effect(msgspec.Struct, frozen=True, omit_defaults=True):
     reversal: Any = None
     number: int = 0
     """Its number among the effects of its goal; 0 without a goal."""
+    target: str = ""
+    """What it works on, and no other operation meanwhile."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -73,5 +73,11 @@ NoteEffect: TypeAlias = Callable[[Transaction, Policy, str, str, Effect, Reversa
 on_effect: Final[list[NoteEffect]] = []
 """An effect of a message is about to begin: message id, key, intent, class. The returned intent is stored."""
 
+on_target: Final[list[Callable[[Transaction, Policy, Record, str], str | None]]] = []
+"""An effect on a named target is about to begin. A function returns the message that works on the target."""
+
+on_target_left: Final[list[Callable[[Transaction, Policy, str, str], None]]] = []
+"""An effect of a message on a named target has ended: message id, target."""
+
 on_effect_dropped: Final[list[Callable[[Transaction, str, Effect], None]]] = []
 """An effect of a message did not happen."""

@@ -46,6 +46,8 @@ from postroom.engine.rules.extensions import (
     on_forget,
     on_replay,
     on_submit,
+    on_target,
+    on_target_left,
 )
 from postroom.engine.rules.outcomes import Outcome, Outcomes
 from postroom.engine.rules.policy import Policy
@@ -57,6 +59,7 @@ from postroom.errors import (
     QueueFull,
     ResultGone,
     StaleLease,
+    TargetBusy,
     UnknownTask,
     WrongState,
 )
@@ -246,10 +249,12 @@ class Operations:
         runs_unknown: bool,
         reversal: Any = None,
         reversal_class: ReversalClass | None = None,
-    ) -> Effect | None:
+        target: str = "",
+    ) -> Effect | TargetBusy | None:
         """Note the intent of an effect. Returns the effect when its outcome is known already.
 
-        Raises `EffectUnknown` when an earlier attempt began it and its outcome is unknown.
+        Raises `EffectUnknown` when an earlier attempt began it and its outcome is unknown. Returns
+        `TargetBusy`, because an event is committed, when another message works on the target.
         """
         record = self._held(message_id, lease)
         known = EFFECTS.get(self.transaction, message_id, key)
@@ -257,8 +262,14 @@ class Operations:
             return known
         if known is not None and not runs_unknown:
             raise EffectUnknown(message_id, key)
+        for claim_target in on_target if target else ():
+            other = claim_target(self.transaction, self._policy, record, target)
+            if other is not None:
+                return TargetBusy(target, other)
         number = 0 if known is None else known.number
-        intent = Effect(record.attempt, self.transaction.wall_us, reversal=reversal, number=number)
+        intent = Effect(
+            record.attempt, self.transaction.wall_us, reversal=reversal, number=number, target=target
+        )
         if known is None:
             for note_intent in on_effect:
                 intent = note_intent(self.transaction, self._policy, message_id, key, intent, reversal_class)
@@ -273,6 +284,7 @@ class Operations:
         done = replace(known, is_done=True, outcome=outcome)
         size = EFFECTS.put(self.transaction, done, message_id, key)
         storage.add(self.transaction, org_of(record.queue), message_id, size)
+        self._leave_target(message_id, known)
         self._sync(record)
 
     def drop_effect(self, message_id: str, lease: int, key: str) -> None:
@@ -282,7 +294,12 @@ class Operations:
         if known is not None:
             for note_drop in on_effect_dropped:
                 note_drop(self.transaction, message_id, known)
+            self._leave_target(message_id, known)
         EFFECTS.put(self.transaction, None, message_id, key)
+
+    def _leave_target(self, message_id: str, effect: Effect) -> None:
+        for leave in on_target_left if effect.target else ():
+            leave(self.transaction, self._policy, message_id, effect.target)
 
     def add_parts(self, message_id: str, lease: int, parts: Sequence[Part], first: int) -> None:
         """Store consecutive parts of a running handler, the first of them with this index.

@@ -181,13 +181,15 @@ class Outcomes:
                 self._settle(outcome, NOTHING)
             case "deferred":
                 delay_ns = round(outcome.delay_s * lifecycle.NANOS_PER_S)
-                self._apply(
+                is_first = self._apply(
                     outcome,
                     lambda record, moment: lifecycle.defer(
                         record, moment, delay_ns, outcome.error, outcome.lease
                     ),
                 )
-                self._settle(outcome, NOTHING)
+                if is_first and outcome.usage is not None:
+                    self._ran.append(outcome)
+                self._settle(outcome, Spent(_tokens_of(outcome), ran=outcome.usage is not None))
 
     def _settle(self, outcome: Outcome, spent: Spent) -> None:
         """Book what an attempt used of its reservation, and return the rest."""

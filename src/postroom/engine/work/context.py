@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, Unpac
 
 from postroom.calls.submit import ChildFields, Payload, SubmitFields
 from postroom.contracts.tasks.task_input import checked_text, encoded
+from postroom.core.goals import conflicts
 from postroom.core.goals.advice import REVERSAL_CLASSES, ReversalClass, checked_reversal
 from postroom.core.times import utc_text
 from postroom.core.tokens.provider_headers import observed
@@ -18,7 +19,7 @@ from postroom.engine.messages import Message
 from postroom.engine.rules.cells import Effect, Part
 from postroom.engine.rules.operations import PARTS_MAX, STREAM_BYTES_MAX, Operations
 from postroom.engine.rules.outcomes import Usage
-from postroom.errors import EffectUnknown, InvalidMessage, TokensExhausted, ValidationError, shown
+from postroom.errors import EffectUnknown, InvalidMessage, TargetBusy, TokensExhausted, ValidationError, shown
 
 if TYPE_CHECKING:
     from postroom.engine.core import EngineCore
@@ -110,6 +111,7 @@ class EffectOptions(TypedDict, total=False):
 
     reversal: Mapping[str, Any] | None
     reversal_class: ReversalClass | None
+    target: str
     probe: Callable[[], Any] | None
     on_unknown: Literal["raise", "run"]
 
@@ -137,10 +139,16 @@ class Calls:
         return Handle(self.core, submitted.message_id, duplicate=submitted.duplicate)
 
     async def begin_effect(
-        self, key: str, reversal: Any, reversal_class: ReversalClass | None, *, runs_unknown: bool
+        self,
+        key: str,
+        reversal: Any,
+        reversal_class: ReversalClass | None,
+        target: str,
+        *,
+        runs_unknown: bool,
     ) -> Effect | None:
-        """As `Operations.begin_effect`."""
-        return await self._write(
+        """As `Operations.begin_effect`. Raises `TargetBusy`."""
+        begun = await self._write(
             lambda operations: operations.begin_effect(
                 self.message_id,
                 self.lease,
@@ -148,8 +156,12 @@ class Calls:
                 runs_unknown=runs_unknown,
                 reversal=reversal,
                 reversal_class=reversal_class,
+                target=target,
             )
         )
+        if isinstance(begun, TargetBusy):
+            raise begun
+        return begun
 
     async def end_effect(self, key: str, outcome: Any) -> None:
         """As `Operations.end_effect`."""
@@ -305,6 +317,7 @@ class Context:
         *,
         reversal: Mapping[str, Any] | None = None,
         reversal_class: ReversalClass | None = None,
+        target: str = "",
         probe: Callable[[], Any] | None = None,
         on_unknown: Literal["raise", "run"] = "raise",
     ) -> Any:
@@ -318,6 +331,9 @@ class Context:
         `reversal` is the type and payload of the message that undoes the effect when its goal is rolled back,
         and `reversal_class` is REVERSIBLE, COMPENSATABLE or IRREVERSIBLE. Without a class the adviser decides
         once a rollback needs to know.
+
+        `target` names what the effect works on, as the `operation` of a message does. While another message
+        works on it, the call raises `TargetBusy`, which defers the message and counts no retry.
         """
         checked_reversal(reversal)
         if reversal_class is not None and reversal_class not in REVERSAL_CLASSES:
@@ -328,7 +344,9 @@ class Context:
             )
         _check_size("the reversal", key, reversal)
         runs_unknown = on_unknown == "run"
-        begin = partial(self.calls.begin_effect, key, reversal, reversal_class)
+        if target != "" and not conflicts.is_target(target):
+            raise InvalidMessage(f"the target of an effect must be {conflicts.TARGET_RULE}")
+        begin = partial(self.calls.begin_effect, key, reversal, reversal_class, target)
         try:
             known = await begin(runs_unknown=runs_unknown)
         except EffectUnknown:

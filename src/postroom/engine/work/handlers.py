@@ -26,6 +26,7 @@ from postroom.errors import (
     Overloaded,
     RateLimited,
     SandboxUnavailable,
+    TargetBusy,
     TokensExhausted,
     ToolFailed,
     ValidationError,
@@ -291,12 +292,12 @@ def ended(claimed: Claimed, kind: Literal["released", "crashed"], error: str = "
     return Outcome(kind=kind, message_id=claimed.record.message_id, lease=claimed.record.lease, error=error)
 
 
-def deferred(claimed: Claimed, error: SandboxUnavailable) -> Outcome:
-    """The attempt cannot begin now, and no retry is counted."""
+def deferred(claimed: Claimed, error: SandboxUnavailable | TargetBusy, usage: Usage | None) -> Outcome:
+    """The attempt cannot go on now, and no retry is counted."""
     record = claimed.record
     return Outcome(
         kind="deferred", message_id=record.message_id, lease=record.lease, error=str(error),
-        delay_s=error.retry_after_s,
+        delay_s=error.retry_after_s, org_id=org_of(record.queue), body=claimed.body, usage=usage,
     )  # fmt: skip
 
 

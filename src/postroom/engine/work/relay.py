@@ -102,10 +102,16 @@ class RelayedCalls(Calls):
         return RelayHandle(self.core, self._line, message_id, duplicate=duplicate)
 
     async def begin_effect(
-        self, key: str, reversal: Any, reversal_class: ReversalClass | None, *, runs_unknown: bool
+        self,
+        key: str,
+        reversal: Any,
+        reversal_class: ReversalClass | None,
+        target: str,
+        *,
+        runs_unknown: bool,
     ) -> Effect | None:
         """As `Calls.begin_effect`."""
-        known = self._line.ask("begin", key, reversal, reversal_class, runs_unknown)
+        known = self._line.ask("begin", key, reversal, reversal_class, target, runs_unknown)
         return None if known is None else msgspec.convert(known, Effect)
 
     async def end_effect(self, key: str, outcome: Any) -> None:
@@ -185,8 +191,8 @@ async def _carried_out(calls: Calls, verb: str, arguments: list[Any]) -> Any:
         case "submit", [fields]:
             submitted = await calls.submit(fields)
             return submitted.message_id, submitted.duplicate
-        case "begin", [key, reversal, reversal_class, runs_unknown]:
-            known = await calls.begin_effect(key, reversal, reversal_class, runs_unknown=runs_unknown)
+        case "begin", [key, reversal, reversal_class, target, runs_unknown]:
+            known = await calls.begin_effect(key, reversal, reversal_class, target, runs_unknown=runs_unknown)
             return None if known is None else msgspec.to_builtins(known)
         case "end", [key, outcome]:
             return await calls.end_effect(key, outcome)

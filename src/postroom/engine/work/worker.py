@@ -57,6 +57,7 @@ from postroom.errors import (
     InvalidMessage,
     PostroomError,
     SandboxUnavailable,
+    TargetBusy,
     TokensExhausted,
     Unavailable,
     ValidationError,
@@ -422,8 +423,8 @@ class Worker:
         error: Exception,
         context: Context | None = None,
     ) -> Outcome:
-        if isinstance(error, SandboxUnavailable):
-            return deferred(claimed, error)
+        if isinstance(error, SandboxUnavailable | TargetBusy):
+            return deferred(claimed, error, None if context is None else context.used)
         if isinstance(error, TokensExhausted) and context is not None and context.chunks:
             return completed(claimed, handler, CUT, context.used)  # a stream is cut at its reservation
         keep = self._core.policy.keep_priority

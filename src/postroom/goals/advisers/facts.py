@@ -30,6 +30,7 @@ def of_message(transaction: Transaction, stored: Stored) -> dict[str, Any]:
     body = body_of(stored.envelope.payload)
     facts: dict[str, Any] = {"service": body.service} if body is not None and body.service else {}
     if body is not None:
+        facts["goal_id"] = body.goal_id
         facts["payload"] = quoted(bodies.payload_of(transaction, body))
         if context := context_of_goal(transaction, body.goal_id, org_of(stored.record.queue)):
             facts["context"] = context
