@@ -455,7 +455,7 @@ def test_a_call_of_one_organization_waits_for_few_deliveries_of_another(
         b"PUB %b 1\r\nx\r\n" % (subject % ((n,) * subject.count("%"))).encode() for n in range(PUBLISHED)
     )
     cost = router.SUBSCRIPTION_COST + batch * (router.MESSAGE_COST + 1)
-    a_step = batch * (1 + natsoptions.STEP_COST_MAX // cost)
+    a_step = batch * (1 + natsoptions.NatsLimits.step_cost_max // cost)
     wildcards = b"".join(b"SUB *.a %d\r\n" % sid for sid in range(WILDCARDS))
 
     async def work(server: NatsServer) -> None:

@@ -14,37 +14,22 @@ Storage = Literal["memory", "os", "group"]
 """When a message counts as stored: at once, when the operating system has it, or after a shared fsync."""
 
 
-WAITS_MAX = 100_000
-CLIENT_WAITS_MAX = WAITS_MAX // 2  # of one client, and of one organization
-CLIENT_GROUPS_MAX = 10_000  # that one client has created, in all mailboxes
-CLIENT_REMEMBERED_MAX = 1_000_000  # letters that these groups hold, or remember as acknowledged
-ORGANIZATION_REMEMBERED_MAX = 2_000_000  # the same, of all clients of one organization
-QUERY_SCAN_MAX = 1_000  # letters that a query scans in one turn of the loop
-QUERIES_MAX = 64  # of one connection that need more than one turn
-REPLAY_STEP = 1_000  # messages delivered in one turn of the loop
-ENTRIES_A_TURN_MAX = 1_000
-MESSAGES_AN_ORGANIZATION_MAX = 1_000_000
-AGENTS_MAX = 100_000
-CARDS_BYTES_MAX = 256 << 20  # memory of all cards
-CLIENT_CARDS_BYTES_MAX = 64 << 20  # memory of the cards of one client
-
-
 class MailLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits that users do not set."""
 
-    waits_max: int = WAITS_MAX
-    client_waits_max: int = CLIENT_WAITS_MAX
-    client_groups_max: int = CLIENT_GROUPS_MAX
-    client_remembered_max: int = CLIENT_REMEMBERED_MAX
-    organization_remembered_max: int = ORGANIZATION_REMEMBERED_MAX
-    query_scan_max: int = QUERY_SCAN_MAX
-    queries_max: int = QUERIES_MAX
-    replay_step: int = REPLAY_STEP
-    entries_a_turn_max: int = ENTRIES_A_TURN_MAX
-    messages_an_organization_max: int = MESSAGES_AN_ORGANIZATION_MAX
-    agents_max: int = AGENTS_MAX
-    cards_bytes_max: int = CARDS_BYTES_MAX
-    client_cards_bytes_max: int = CLIENT_CARDS_BYTES_MAX
+    waits_max: int = 100_000
+    client_waits_max: int = 50_000  # of one client, and of one organization
+    client_groups_max: int = 10_000  # that one client has created, in all mailboxes
+    client_remembered_max: int = 1_000_000  # letters that these groups hold, or remember as acknowledged
+    organization_remembered_max: int = 2_000_000  # the same, of all clients of one organization
+    query_scan_max: int = 1_000  # letters that a query scans in one turn of the loop
+    queries_max: int = 64  # of one connection that need more than one turn
+    replay_step: int = 1_000  # messages delivered in one turn of the loop
+    entries_a_turn_max: int = 1_000
+    messages_an_organization_max: int = 1_000_000
+    agents_max: int = 100_000
+    cards_bytes_max: int = 256 << 20  # memory of all cards
+    client_cards_bytes_max: int = 64 << 20  # memory of the cards of one client
     row_bytes_max: int = ROW_BYTES_MAX
     cards_looked_max: int = 10_000
     """Cards that a search looks at; a card counts once for each word that it has."""

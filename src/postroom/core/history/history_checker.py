@@ -32,9 +32,6 @@ RULES: Final[dict[Rule, str]] = {
     "gap": "a sequence number of a source is missing, or belongs to two different events",
 }
 
-REORDER_MAX: Final = 10_000
-DIGESTS_MAX: Final = 1 << 20
-VIOLATIONS_MAX: Final = 100_000
 
 _encode: Final = msgspec.json.Encoder(order="sorted").encode
 
@@ -42,11 +39,11 @@ _encode: Final = msgspec.json.Encoder(order="sorted").encode
 class HistoryLimits(msgspec.Struct, frozen=True):
     """How much of a history is kept in memory."""
 
-    reorder_max: int = REORDER_MAX
+    reorder_max: int = 10_000
     """Events of a source that are held back until a missing one arrives."""
-    digests_max: int = DIGESTS_MAX
+    digests_max: int = 1 << 20
     """Latest events of a source with which a repeated one is compared."""
-    violations_max: int = VIOLATIONS_MAX
+    violations_max: int = 100_000
     """Violations that are kept; the rest is only counted."""
     ended_kept_max: int = ENDED_KEPT_MAX
 

@@ -18,22 +18,15 @@ CLIENT_CONNECTIONS_SHARE = 0.5  # of all connections that one client, or one org
 SUBSCRIPTIONS_MAX = 100_000  # on all connections of one client
 ORGANIZATION_SUBSCRIPTION_CLIENTS = 2  # factor for all clients of one organization together
 PENDING_BYTES_MAX = 64 * 1024 * 1024
-CLIENT_PENDING_BYTES_MAX = 256 * 1024 * 1024  # on all connections of one client
-ORGANIZATION_PENDING_BYTES_MAX = 512 * 1024 * 1024  # on all connections of one organization
-CLIENT_SUBSCRIPTION_BYTES_MAX = 128 * 1024 * 1024  # memory of all subscriptions of one client
-ORGANIZATION_SUBSCRIPTION_BYTES_MAX = 256 * 1024 * 1024  # of all subscriptions of one organization
 SUBSCRIPTION_COST_BYTES = 400  # memory of a subscription without its texts: 310 measured
 WILDCARD_TOKEN_COST_BYTES = 420  # memory of each token of a subject with a wildcard: 400 measured
 MAILBOX_SUBSCRIPTION_COST_BYTES = 1_000  # memory of a subscription to a mailbox: 880 measured
 MAILBOX_GROUP_COST_BYTES = 1_200  # memory of its queue group: 1,120 measured
 LOGIN_BYTES_MAX = 8 * 1024  # that a connection may send before its login
 LOGINS_MAX = 64  # connections of one address that have not logged in
-INCOMPLETE_BYTES_MAX = 128 * 1024 * 1024  # of incomplete messages and waiting input of one client
-ORGANIZATION_INCOMPLETE_BYTES_MAX = 256 * 1024 * 1024  # of all clients of one organization
 PING_INTERVAL_S = 120.0
 AUTH_TIMEOUT_S = 2.0
 WRITE_TIMEOUT_S = 10.0
-STEP_COST_MAX = 4 << 20  # of the deliveries between two checks of the clock; see `router`
 LAME_DUCK_S = 0.5  # with the time for closing, a stop takes two seconds at most
 IPV6_CLIENT_BITS = 64
 FILES_RESERVED = 64  # open files that are not for connections
@@ -59,13 +52,13 @@ class TokenOwner(NamedTuple):
 class NatsLimits:
     """Limits and intervals that users do not set."""
 
-    client_pending_bytes_max: int = CLIENT_PENDING_BYTES_MAX
-    organization_pending_bytes_max: int = ORGANIZATION_PENDING_BYTES_MAX
-    client_subscription_bytes_max: int = CLIENT_SUBSCRIPTION_BYTES_MAX
-    organization_subscription_bytes_max: int = ORGANIZATION_SUBSCRIPTION_BYTES_MAX
-    incomplete_bytes_max: int = INCOMPLETE_BYTES_MAX
-    organization_incomplete_bytes_max: int = ORGANIZATION_INCOMPLETE_BYTES_MAX
-    step_cost_max: int = STEP_COST_MAX
+    client_pending_bytes_max: int = 256 * 1024 * 1024  # on all connections of one client
+    organization_pending_bytes_max: int = 512 * 1024 * 1024  # on all connections of one organization
+    client_subscription_bytes_max: int = 128 * 1024 * 1024  # memory of all subscriptions of one client
+    organization_subscription_bytes_max: int = 256 * 1024 * 1024  # of all subscriptions of one organization
+    incomplete_bytes_max: int = 128 * 1024 * 1024  # of incomplete messages and waiting input of one client
+    organization_incomplete_bytes_max: int = 256 * 1024 * 1024  # of all clients of one organization
+    step_cost_max: int = 4 << 20  # of the deliveries between two checks of the clock; see `router`
     slice_s: float = 0.005
     """Time for the commands of all connections in a turn of the loop."""
     tick_s: float = 0.25
