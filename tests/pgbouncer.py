@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import psycopg
 
-from postroom.testing.postgres_server import PostgresServer, free_port
+from tests.privatepostgres import PostgresServer, free_port
 from tests.waiting import until
 
 OPTIONS = "&listen=off&prepare=off"

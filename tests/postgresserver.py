@@ -8,7 +8,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from postroom.testing.postgres_server import PostgresServer
+from tests.privatepostgres import PostgresServer
 from tests.quick import QUICK
 
 SMALL = {"max_wal_size": "96MB", "min_wal_size": "32MB", "wal_level": "minimal", "max_wal_senders": "0"}

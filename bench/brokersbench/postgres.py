@@ -19,13 +19,13 @@ from typing import Any
 
 import psycopg
 from figures import Comparison, Figure, Goal, compare, load_figure, median_of, readable
+from tests.privatepostgres import PostgresServer, running_postgres
 
 from postroom import Engine
 from postroom.message import Envelope
 from postroom.server.up.engine_load import register_probe, run_load
 from postroom.stores.postgres.store import PostgresStore
 from postroom.stores.transaction import Claim
-from postroom.testing.postgres_server import PostgresServer, running_postgres
 
 PAYLOAD = b'{"issue": 7, "text": "' + b"x" * 90 + b'"}'
 PUT_AT_ONCE = 100

@@ -19,11 +19,11 @@ from enginebench.throughput import rate
 from enginebench.worker import PROBE
 from figures import Figure, Goal, compare, load_figure, median_of, readable
 from peersbench import brokers
+from tests.privatepostgres import PostgresServer
 
 from brokersbench.aiopikaapp import AioPika
 from postroom.calls.submit import SubmitFields
 from postroom.server.up.engine_load import run_load
-from postroom.testing.postgres_server import PostgresServer
 
 P0_MS_GOAL = 10.0
 P3 = 3

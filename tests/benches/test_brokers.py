@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import pytest
 from brokersbench import postgres as bench
 
-from postroom.testing.postgres_server import PostgresServer
 from tests.postgresserver import postgres
+from tests.privatepostgres import PostgresServer
 
 __all__ = ["postgres"]  # a fixture
 

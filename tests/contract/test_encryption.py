@@ -33,11 +33,11 @@ from postroom.stores.store import Store
 from postroom.system.crypto.encryption import KEY_FILE_VARIABLE, Encryption
 from postroom.system.crypto.key_file import add_key, remove_key
 from postroom.testing import ManualClock, StoreContract, check_consistency
-from postroom.testing.postgres_server import PostgresServer
 from tests import children
 from tests.children import no_child_left
 from tests.mailservice import FakeLink, Harness
 from tests.postgresserver import database, postgres
+from tests.privatepostgres import PostgresServer
 from tests.waiting import until
 
 __all__ = ["database", "no_child_left", "postgres"]  # fixtures

@@ -36,10 +36,10 @@ from postroom.stores.store import Store
 from postroom.stores.transaction import Transaction
 from postroom.system.manual_clock import MICROS_PER_S
 from postroom.testing import ManualClock, StoreContract, World, check_consistency
-from postroom.testing.postgres_server import PostgresServer
 from tests import children
 from tests.children import no_child_left
 from tests.postgresserver import database, postgres
+from tests.privatepostgres import PostgresServer
 from tests.waiting import HANG_GUARD_S
 
 __all__ = ["database", "no_child_left", "postgres"]  # fixtures

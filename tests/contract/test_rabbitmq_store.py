@@ -21,8 +21,8 @@ from postroom.stores.rabbitmq.lanes import (
 from postroom.stores.rabbitmq.store import PREFETCH_DEFAULT, parse_address
 from postroom.stores.store import Store
 from postroom.testing import ManualClock, StoreContract
-from postroom.testing.postgres_server import PostgresServer
 from tests.postgresserver import postgres
+from tests.privatepostgres import PostgresServer
 from tests.rabbitmqserver import RabbitServer
 
 __all__ = ["postgres"]  # a fixture

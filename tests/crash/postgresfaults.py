@@ -5,11 +5,11 @@ import random
 import time
 from collections.abc import Callable
 
-from postroom.testing.postgres_server import running_postgres, running_standby
 from tests import rabbitmqload
 from tests.crash.ledger import Tally
 from tests.pgbouncer import behind, program, running_bouncer
 from tests.postgresload import Report, under_load
+from tests.privatepostgres import running_postgres, running_standby
 from tests.smalldisk import NotPermitted
 from tests.tcpproxy import TcpProxy
 

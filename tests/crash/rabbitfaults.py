@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from postroom.testing.postgres_server import PostgresServer, running_postgres
 from tests.crash.ledger import Tally
+from tests.privatepostgres import PostgresServer, running_postgres
 from tests.rabbitmqload import MORE, Load, reset_at_every_phase, under_load
 from tests.rabbitmqserver import RabbitServer, is_installed, port_mapper, rabbitmq, start_together
 from tests.smalldisk import NotPermitted, filled, mounted

@@ -16,10 +16,10 @@ from postroom.stores.postgres.store import PostgresStore
 from postroom.stores.postgres.watchdog import WaitLimits
 from postroom.stores.transaction import Transaction
 from postroom.testing import World
-from postroom.testing.postgres_server import PostgresServer
 from tests.pgbouncer import behind, program, running_bouncer
 from tests.postgresload import under_load
 from tests.postgresserver import database, postgres
+from tests.privatepostgres import PostgresServer
 from tests.tcpproxy import TcpProxy
 from tests.waiting import HANG_GUARD_S, until
 

@@ -15,9 +15,9 @@ from postroom.stores.postgres.known import PostgresKnown
 from postroom.stores.postgres.store import PostgresStore
 from postroom.stores.transaction import Claim, Transaction
 from postroom.system.clock import SystemClock
-from postroom.testing.postgres_server import PostgresServer, running_postgres
 from tests.pgbouncer import behind
 from tests.postgresserver import database, postgres
+from tests.privatepostgres import PostgresServer, running_postgres
 from tests.tcpproxy import TcpProxy
 
 __all__ = ["database", "postgres"]  # fixtures

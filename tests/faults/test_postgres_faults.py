@@ -26,10 +26,10 @@ from postroom.stores.postgres.watchdog import WaitLimits
 from postroom.stores.transaction import Claim, Transaction
 from postroom.system.crypto.tls import make_self_signed
 from postroom.testing import check_consistency
-from postroom.testing.postgres_server import PostgresServer, running_postgres, running_standby
 from tests import rabbitmqload
 from tests.postgresload import Report, under_load
 from tests.postgresserver import database, postgres
+from tests.privatepostgres import PostgresServer, running_postgres, running_standby
 from tests.tcpproxy import TcpProxy
 from tests.tlsproxy import TlsProxy
 from tests.waiting import HANG_GUARD_S, until

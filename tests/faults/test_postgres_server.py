@@ -5,7 +5,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from postroom.testing.postgres_server import PROGRAMS_VARIABLE, PostgresServer, running_postgres
+from tests.privatepostgres import PROGRAMS_VARIABLE, PostgresServer, running_postgres
 
 
 @pytest.mark.statement("database-restart")

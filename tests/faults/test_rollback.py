@@ -21,7 +21,6 @@ from postroom.errors import (
 from postroom.goals.goal_cells import EFFECTS, NOTIFIED, ROLLBACKS, UNDOES
 from postroom.goals.graph.branches import Node
 from postroom.testing import check_consistency
-from postroom.testing.postgres_server import PostgresServer
 from tests.engines import EngineUnderTest
 from tests.goalworlds import (
     ONCE,
@@ -32,6 +31,7 @@ from tests.goalworlds import (
     url,
     world,
 )
+from tests.privatepostgres import PostgresServer
 from tests.waiting import eventually
 
 __all__ = ["database", "opened", "postgres", "url", "world"]  # fixtures

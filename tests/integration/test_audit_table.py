@@ -24,9 +24,9 @@ from postroom.server.folder.audit_table import (
 )
 from postroom.server.folder.shipping import Sources
 from postroom.settings import AuditSettings
-from postroom.testing.postgres_server import PostgresServer
 from tests.integration.commandline import isolate, postroom
 from tests.postgresserver import database, postgres
+from tests.privatepostgres import PostgresServer
 from tests.tcpproxy import TcpProxy
 
 __all__ = ["database", "postgres"]  # fixtures

@@ -10,10 +10,10 @@ from postroom import Engine, Tasks
 from postroom.server.folder.diagnosis import facts_of_store
 from postroom.stores.postgres.connection import Address
 from postroom.stores.postgres.store import PostgresStore
-from postroom.testing.postgres_server import PostgresServer
 from tests.integration.commandline import Result, postroom
 from tests.pgbouncer import behind, program, running_bouncer
 from tests.postgresserver import database, postgres
+from tests.privatepostgres import PostgresServer
 
 __all__ = ["database", "postgres"]  # fixtures
 

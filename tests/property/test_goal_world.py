@@ -9,7 +9,7 @@ import pytest
 
 from postroom.goals import progress
 from postroom.goals.graph import branches
-from postroom.testing.goal_world import GoalWorld
+from tests.goalworld import GoalWorld
 
 SEEDS = 1_000
 PARTS = 20

@@ -30,8 +30,8 @@ from postroom.stores.sqlite.store import SqliteStore
 from postroom.stores.store import Store
 from postroom.stores.transaction import Claim, Decide, Transaction
 from postroom.testing import ManualClock, MemoryStore, check_consistency
-from postroom.testing.postgres_server import PostgresServer
 from tests.postgresserver import postgres
+from tests.privatepostgres import PostgresServer
 from tests.quick import QUICK
 
 __all__ = ["postgres"]  # a fixture

@@ -15,8 +15,8 @@ from postroom.pipeline.spark import event_logs
 from postroom.server.folder.audit_table import export_table, opened_table
 from postroom.server.folder.shipping import Sources
 from postroom.settings import AuditSettings
-from postroom.testing.postgres_server import PostgresServer
 from tests.postgresserver import database, postgres
+from tests.privatepostgres import PostgresServer
 from tests.segmentstories import sealed_folder
 from tests.spark.commands import Commands, Done, in_its_own_process
 from tests.spark.conftest import MESSAGES, TablesOf

@@ -69,7 +69,7 @@ class GoalWorld:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._random = random.Random(seed)  # noqa: S311 - a history must be repeatable
+        self._random = random.Random(seed)
         adviser = _Seeded(self._random) if self._random.random() < 0.5 else None
         self._policy = Policy(
             adviser=adviser,

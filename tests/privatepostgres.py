@@ -101,7 +101,7 @@ class PostgresServer:
             )  # fmt: skip
         arguments = [word for name, value in self._settings.items() for word in ("-c", f"{name}={value}")]
         with (self.folder / LOG).open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - our own arguments, here and below
+            self._process = subprocess.Popen(
                 [self._programs / "postgres", "-D", self.data, *arguments],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                 preexec_fn=partial(signal_at_parents_end, signal.SIGINT),  # noqa: PLW1509 - it calls nothing that takes a lock
@@ -111,7 +111,7 @@ class PostgresServer:
         return self
 
     def _run(self, program: str, *arguments: str) -> None:
-        done = subprocess.run(  # noqa: S603
+        done = subprocess.run(
             [self._programs / program, *arguments], capture_output=True, text=True, check=False,
             **self.as_user(),
         )  # fmt: skip
@@ -227,7 +227,7 @@ class PostgresServer:
 
     def _can_run(self, programs: Path) -> bool:
         try:
-            done = subprocess.run(  # noqa: S603
+            done = subprocess.run(
                 [programs / "postgres", "--version"], capture_output=True, check=False, **self.as_user()
             )
         except OSError:
