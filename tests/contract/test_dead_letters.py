@@ -9,7 +9,7 @@ import pytest
 from postroom import Handle, Policy
 from postroom.calls.fields import REPLAYED_NAMED_MAX
 from postroom.engine.commits import Commits
-from postroom.engine.dlq import CHANGED_A_COMMIT_MAX, LOOKED_A_READ
+from postroom.engine.dlq import CHANGED_A_COMMIT_MAX, LOOKED_A_READ, DeadLetters
 from postroom.engine.rules.operations import Operations
 from postroom.errors import InvalidMessage, Unavailable, UnknownTask, ValidationError
 from postroom.message import Envelope
@@ -45,25 +45,38 @@ def dead(world: EngineUnderTest, count: int, **fields: Any) -> list[Handle]:
     return handles
 
 
+class CountedCommits(Commits):
+    """Notes how many messages each commit queues, and fails after the first `good` ones."""
+
+    def __init__(self, world: EngineUnderTest, good: int = 1_000) -> None:
+        super().__init__(world.engine.store, world.engine.policy)
+        self._world = world
+        self._good = good
+        self.sizes: list[int] = []
+
+    async def write(self, work: Callable[[Operations], T], *, makes_room: bool = False) -> T:
+        if len(self.sizes) == self._good:
+            raise Unavailable("the disk is full")
+        queued = self._queued()
+        result = await super().write(work, makes_room=makes_room)
+        self.sizes.append(self._queued() - queued)
+        return result
+
+    def _queued(self) -> int:
+        return self._world.engine.store.count()["org:acme"].get("QUEUED", 0)
+
+
 def test_replay_takes_every_dead_letter_that_matches_in_commits_of_bounded_size(
-    world: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
+    world: EngineUnderTest,
 ) -> None:
     failing(world, tool_call=ValidationError("bad"))
     dead(world, LOOKED_A_READ + 120)
-    sizes: list[int] = []
-    write = Commits.write
-
-    async def counted(commits: Commits, work: Callable[[Operations], T], **options: Any) -> T:
-        before = world.engine.store.count()["org:acme"].get("QUEUED", 0)
-        result = await write(commits, work, **options)
-        sizes.append(world.engine.store.count()["org:acme"]["QUEUED"] - before)
-        return result
-
-    monkeypatch.setattr(Commits, "write", counted)
-    done = world.wait(world.engine.dlq.replay())
+    commits = CountedCommits(world)
+    done = world.wait(DeadLetters(commits).replay())
     assert (done.replayed, done.refused, done.left) == (LOOKED_A_READ + 120, 0, 0)
-    assert (sum(sizes), max(sizes)) == (done.replayed, CHANGED_A_COMMIT_MAX)
+    assert (sum(commits.sizes), max(commits.sizes)) == (done.replayed, CHANGED_A_COMMIT_MAX)
     assert len(done.message_ids) == min(done.replayed, REPLAYED_NAMED_MAX)
+    commits.close()
 
 
 def test_limit_leaves_the_rest_and_says_how_many(world: EngineUnderTest) -> None:
@@ -112,25 +125,16 @@ def test_goal_agent_service_and_failure_choose_dead_letters(world: EngineUnderTe
     assert (world.state(slack), world.state(named)) == ("QUEUED", "DEAD_LETTER")
 
 
-def test_replay_keeps_what_is_queued_when_a_later_commit_fails(
-    world: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replay_keeps_what_is_queued_when_a_later_commit_fails(world: EngineUnderTest) -> None:
     failing(world, tool_call=ValidationError("bad"))
     dead(world, CHANGED_A_COMMIT_MAX + 5)
-    replay, seen = Operations.replay, []
-
-    def full(operations: Operations, message_id: str, priority: int | None) -> None:
-        seen.append(message_id)
-        if len(seen) > CHANGED_A_COMMIT_MAX:
-            raise Unavailable("the disk is full")
-        replay(operations, message_id, priority)
-
-    monkeypatch.setattr(Operations, "replay", full)
-    done = world.wait(world.engine.dlq.replay())
+    commits = CountedCommits(world, good=1)
+    done = world.wait(DeadLetters(commits).replay())
     assert (done.replayed, done.left) == (CHANGED_A_COMMIT_MAX, 5)
     assert done.reasons == {"the disk is full": 5}
     with pytest.raises(Unavailable):
-        world.wait(world.engine.dlq.replay())
+        world.wait(DeadLetters(commits).replay())
+    commits.close()
 
 
 def test_nothing_is_replayed_when_one_of_the_named_ids_is_unknown(world: EngineUnderTest) -> None:
