@@ -769,6 +769,8 @@ def shape(schema: dict[str, Any]) -> str:
         listed = ", ".join(f"`{one}`" for one in schema["enum"])
         return ENUMS.get(frozenset(schema["enum"]), listed)
     kind = schema.get("type", "any JSON")
+    if kind == "array" and "prefixItems" in schema:
+        return f"list of {' and '.join(shape(one) for one in schema['prefixItems'])}"
     if kind == "array":
         return f"list of {shape(schema['items'])}{bounds(schema)}"
     if kind == "object" and isinstance(schema.get("additionalProperties"), dict):

@@ -515,25 +515,27 @@ def failure_of(message_id: str, state: str, error_history: Sequence[Mapping[str,
 class UnknownGoal(Rejected, LookupError):
     """No goal of this id was started."""
 
-    def __init__(self, goal_id: object) -> None:
+    def __init__(self, goal_id: object, message: str = "") -> None:
         self.goal_id = goal_id
-        super().__init__(f"there is no goal {goal_id!r}: start it first")
+        super().__init__(message or f"there is no goal {goal_id!r}: start it first")
 
 
 class UnknownNode(Rejected, LookupError):
     """The caller can see no node with this id."""
 
-    def __init__(self, node_id: object) -> None:
+    def __init__(self, node_id: object, message: str = "") -> None:
         self.node_id = node_id
-        super().__init__(f"there is no node {node_id!r}: save it first")
+        super().__init__(message or f"there is no node {node_id!r}: save it first")
 
 
 class UnknownCheckpoint(Rejected, LookupError):
     """No checkpoint has this id."""
 
-    def __init__(self, checkpoint_id: object) -> None:
+    def __init__(self, checkpoint_id: object, message: str = "") -> None:
         self.checkpoint_id = checkpoint_id
-        super().__init__(f"there is no checkpoint {checkpoint_id!r}: its id has the form GOAL_ID#NUMBER")
+        super().__init__(
+            message or f"there is no checkpoint {checkpoint_id!r}: its id has the form GOAL_ID#NUMBER"
+        )
 
 
 class UnknownDecision(Rejected, LookupError):
@@ -547,29 +549,30 @@ class UnknownDecision(Rejected, LookupError):
 class GoalEnded(Rejected):
     """The state of a goal does not allow the call. Nothing was changed."""
 
-    def __init__(self, goal_id: str, state: str, verb: str) -> None:
+    def __init__(self, goal_id: str, state: str, verb: str, message: str = "") -> None:
         self.goal_id = goal_id
         self.state = state
-        super().__init__(f"cannot {verb} goal {goal_id!r}: it is {state}")
+        super().__init__(message or f"cannot {verb} goal {goal_id!r}: it is {state}")
 
 
 class ContextChanged(Rejected):
     """The context of a goal was changed meanwhile. Nothing was stored; read it again."""
 
-    def __init__(self, goal_id: str, expected: int, version: int) -> None:
+    def __init__(self, goal_id: str, expected: int, version: int, message: str = "") -> None:
         self.goal_id = goal_id
         self.version = version
-        super().__init__(f"the context of goal {goal_id!r} has version {version}, not {expected}")
+        super().__init__(message or f"the context of goal {goal_id!r} has version {version}, not {expected}")
 
 
 class RollbackRefused(Rejected):
     """A rollback would pass effects that cannot be undone. Nothing was changed."""
 
-    def __init__(self, goal_id: str, irreversible: Iterable[str]) -> None:
+    def __init__(self, goal_id: str, irreversible: Iterable[str], message: str = "") -> None:
         self.goal_id = goal_id
         self.irreversible = list(irreversible)
         super().__init__(
-            f"the rollback of goal {goal_id!r} passes effects that cannot be undone: "
+            message
+            or f"the rollback of goal {goal_id!r} passes effects that cannot be undone: "
             f"{', '.join(self.irreversible)}; name them in accept_irreversible to leave them as they are"
         )
 

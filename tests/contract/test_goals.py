@@ -38,7 +38,7 @@ def test_a_goal_starts_once_and_ends_once(world: EngineUnderTest) -> None:
     assert world.wait(goals.start("acme", "g", context={"plan": 1})) == "g"
     assert world.wait(goals.start("acme", "g", context={"plan": 2})) == "g"
     assert world.wait(goals.context("g")) == ({"plan": 1}, 1)
-    with pytest.raises(InvalidMessage, match="taken by another organization"):
+    with pytest.raises(InvalidMessage, match="the goal id 'g' is taken: choose another one"):
         world.wait(goals.start("bolt", "g"))
     assert world.wait(goals.complete("g")).state == "COMPLETED"
     assert world.wait(goals.complete("g")).state == "COMPLETED"

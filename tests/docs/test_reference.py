@@ -45,8 +45,8 @@ def every_command(command: click.Command, path: str) -> Iterator[tuple[str, clic
 
 SPEAK_FOR_THEMSELVES = (
     "NAME", "TASK_ID", "FILE", "MESSAGE", "DIR", "QUERY", "[FOLDER]", "MAIL_ID", "MSG_ID", "MESSAGE_ID",
-    "[MESSAGE_ID]...", "GOAL_ID", "CHECKPOINT_ID", "NODE_ID", "JSON", "DECISION_ID", "CHOICE", "RULE_ID",
-    "ORGANIZATION", "TOKEN_ID", "FROM", "[TO]", "URL", "[bash|zsh|fish]", "[P1 P2 P3]",
+    "[MESSAGE_ID]...", "GOAL_ID", "CHECKPOINT_ID", "NODE_ID", "JSON", "[JSON]", "DECISION_ID", "CHOICE",
+    "RULE_ID", "ORGANIZATION", "TOKEN_ID", "FROM", "[TO]", "URL", "[bash|zsh|fish]", "[P1 P2 P3]",
 )  # fmt: skip
 COMMANDS = dict([*every_command(main.cli, "postroom"), *every_command(zosmq.cli, "zos-mq")])
 

@@ -14,6 +14,7 @@ JSON_DEPTH_MAX = 200  # a deeper value could be stored, but a caller deep in a s
 BODY_DEPTH_MAX = JSON_DEPTH_MAX + 3  # a payload in a task in a list of a body
 RESULT_BYTES_MAX = 1024 * 1024
 SMALL_BODY_BYTES_MAX = 64 * 1024  # a body without a payload
+GOAL_BYTES_MAX = 2 * SMALL_BODY_BYTES_MAX  # a body with a context or a node, of 64 KiB each
 COMPLETE_BYTES_MAX = RESULT_BYTES_MAX + SMALL_BODY_BYTES_MAX
 ENQUEUE_BYTES_MAX = 16 * 1024 * 1024
 BUS_POST_BYTES_MAX = 4 * 1024 * 1024

@@ -2,8 +2,8 @@
 
 Rule 1: the fields of a struct are the arguments of its verb, and the first line of its docstring says what
         the verb does. Its `route` has the path, the permission and the answers.
-Rule 2: a field whose name stands in the path is a part of the path. The others are the body of a POST, and
-        the query of a GET.
+Rule 2: a field whose name stands in the path is a part of the path. The others are the body of a POST or a
+        PUT, and the query of a GET.
 """
 
 import re
@@ -83,6 +83,11 @@ def post(
     return Route("POST", path, permission, all_answers, refusals, bytes_max, in_query, engine=engine)
 
 
+def put(path: str, permission: str, *answers: Any, bytes_max: int) -> Route:
+    """A route that replaces something."""
+    return Route("PUT", path, permission, {200: answers}, CHANGE_REFUSED, bytes_max)
+
+
 def part_of_path(name: str, value: Any) -> str:  # noqa: ARG001 - a client checks the value by its name
     """A value as one part of a path."""
     return quote(str(value), safe="")
@@ -143,7 +148,7 @@ def engine_verbs(base: type[Verb] = Verb) -> Iterator[type[Verb]]:
 
 def has_body(route: Route, rest: type[msgspec.Struct]) -> bool:
     """Whether the fields of a call, without those of its path, are the body of its request."""
-    return route.method == "POST" and not route.in_query and bool(rest.__struct_fields__)
+    return route.method in ("POST", "PUT") and not route.in_query and bool(rest.__struct_fields__)
 
 
 @cache

@@ -16,6 +16,7 @@ from postroom.client.connections import Call, Connections, LongPolls, pause_s
 from postroom.errors import HarnessRefused, Overloaded, Unavailable
 
 TIMEOUT_S = 10.0  # of one call; a long poll adds its own time
+CHANGE_TIMEOUT_S = 600.0  # of a replay or a purge of all that match, a merge and a rollback
 RETRIES = 4
 STREAM_SILENCE_S = 45.0  # a silent stream counts as lost; the server sends something every 15 s
 ACCEPT_EVENTS = {"Accept": "text/event-stream"}

@@ -31,8 +31,9 @@ from postroom.calls.agents import RegisteredAnswer
 from postroom.calls.messages import ListFields, MessageList, MessagesAnswer, Replayed, Submit
 from postroom.calls.submit import ChildFields, MessageOptions
 from postroom.client import arguments
-from postroom.client.calls import HttpClient, deadline_after
+from postroom.client.calls import CHANGE_TIMEOUT_S, HttpClient, deadline_after
 from postroom.client.connections import pause_s
+from postroom.client.goals import DecisionCalls, GoalCalls, GraphCalls
 from postroom.errors import (
     AgentReplaced,
     InvalidMessage,
@@ -45,7 +46,6 @@ from postroom.errors import (
 )
 
 WAIT_S_MAX = 30.0  # of one request; a longer wait is several
-CHANGE_TIMEOUT_S = 600.0  # of a replay or a purge of all that match
 ANSWERED_KEPT_MAX = 10_000
 FINAL_PARTS = ("result", "stream_complete", "error")
 
@@ -102,6 +102,7 @@ class EngineClient(HttpClient):
         self.dlq = DeadLetterCalls(self)
         self.bounces = BouncedAnswers(self)
         self.goals = GoalCalls(self)
+        self.graph = GraphCalls(self)
         self.decisions = DecisionCalls(self)
 
     def __repr__(self) -> str:
@@ -224,56 +225,6 @@ class EngineClient(HttpClient):
     def conflicts(self) -> dict[str, Any]:
         """Operations that are under way, and messages that wait for them."""
         return dict(self.call(goals.ListConflicts()))
-
-
-class GoalCalls:
-    """`client.goals`: for operators."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-
-    def list(self) -> Rows:
-        """Goals and their states."""
-        return list(self._client.call(goals.ListGoals())["goals"])
-
-    def status(self, goal_id: str) -> dict[str, Any]:
-        """The status of a goal."""
-        return dict(self._client.call(goals.ShowGoal(goal_id=goal_id)))
-
-    def checkpoints(self, goal_id: str) -> Rows:
-        """The checkpoints of a goal."""
-        return list(self._client.call(goals.ListCheckpoints(goal_id=goal_id))["checkpoints"])
-
-
-class DecisionCalls:
-    """`client.decisions`: for operators."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-
-    def list(self) -> Rows:
-        """Decisions that wait for a person."""
-        return list(self._client.call(goals.ListDecisions())["decisions"])
-
-    def show(self, decision_id: str) -> dict[str, Any]:
-        """A decision and its question."""
-        return dict(self._client.call(goals.ShowDecision(decision_id=decision_id)))
-
-    def answer(self, decision_id: str, choice: str) -> dict[str, Any]:
-        """Take a decision."""
-        return dict(self._client.call(goals.Answer(decision_id=decision_id, choice=choice)))
-
-    def rules(self) -> Rows:
-        """The rules that are in force, each with the number of messages that it holds."""
-        return list(self._client.call(goals.ListRules())["rules"])
-
-    def held(self, rule_id: str) -> Ids:
-        """The ids of the messages that a rule holds, the oldest first."""
-        return list(self._client.call(goals.ListHeld(rule_id=rule_id))["message_ids"])
-
-    def forget(self, rule_id: str) -> None:
-        """Remove a rule. A worker queues the messages that it held."""
-        self._client.call(goals.ForgetRule(rule_id=rule_id))
 
 
 class BouncedAnswers:

@@ -31,7 +31,7 @@ from postroom.goals.context_provider import TOKEN_BUDGET, BuiltContext, ContextP
 from postroom.goals.decisions import Decisions
 from postroom.goals.goals import Goals
 from postroom.goals.graph.falkordb import FalkorGraph
-from postroom.goals.graph.graph import Graph, Graphs, LedgerGraph
+from postroom.goals.graph.graph import Graph, Graphs, LedgerGraph, View
 from postroom.goals.operation_registry import Conflicts
 from postroom.goals.recovery import Recovery
 from postroom.sandbox.pools import BorrowedSandbox, Sandboxes
@@ -55,6 +55,34 @@ class BlockingGoals(BlockingPart[Goals]):
     list = waits(Goals.list)
     status = waits(Goals.status)
     checkpoints = waits(Goals.checkpoints)
+    checkpoint = waits(Goals.checkpoint)
+    context = waits(Goals.context)
+    set_context = waits(Goals.set_context)
+
+
+class BlockingView(BlockingPart[View]):
+    """A view of `engine.blocking.graph`."""
+
+    get = waits(View.get)
+    save = waits(View.save)
+    update = waits(View.update)
+    neighbours = waits(View.neighbours)
+
+
+class BlockingGraph:
+    """`engine.blocking.graph`."""
+
+    def __init__(self, graphs: Graphs, wait: Wait) -> None:
+        self._graphs = graphs
+        self._wait = wait
+
+    def branch(self, goal_id: str, org_id: str | None = None) -> BlockingView:
+        """As `Graphs.branch`."""
+        return BlockingView(self._graphs.branch(goal_id, org_id), self._wait)
+
+    def main(self, org_id: str | None = None) -> BlockingView:
+        """As `Graphs.main`."""
+        return BlockingView(self._graphs.main(org_id), self._wait)
 
 
 class BlockingDecisions(BlockingPart[Decisions]):
@@ -76,11 +104,12 @@ class BlockingConflicts(BlockingPart[Conflicts]):
 
 
 class BlockingEngine(Blocking):
-    """`engine.blocking`, with goals, decisions and conflicts."""
+    """`engine.blocking`, with goals, the graph, decisions and conflicts."""
 
     def __init__(self, engine: "Engine") -> None:
         super().__init__(engine)
         self.goals = BlockingGoals(engine.goals, self.wait)
+        self.graph = BlockingGraph(engine.graph, self.wait)
         self.decisions = BlockingDecisions(engine.decisions, self.wait)
         self.conflicts = BlockingConflicts(engine.conflicts, self.wait)
 

@@ -367,7 +367,7 @@ def start(
     known = STATES.get(transaction, goal_id)
     if known is not None:
         if known.org_id != org_id:
-            raise InvalidMessage(f"the goal id {goal_id!r} is taken by another organization")
+            raise InvalidMessage(f"the goal id {goal_id!r} is taken: choose another one, or none")
         if not is_implicit and IMPLICIT.get(transaction, org_id, goal_id):
             IMPLICIT.put(transaction, None, org_id, goal_id)
             put_context(transaction, goal_id, known, context)

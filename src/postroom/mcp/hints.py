@@ -2,6 +2,7 @@
 
 from postroom.errors import (
     Bounced,
+    ContextChanged,
     InvalidMessage,
     KeyReused,
     NotAllowed,
@@ -9,6 +10,7 @@ from postroom.errors import (
     ResultGone,
     StaleLease,
     Unavailable,
+    UnknownGoal,
     UnknownTask,
     UnknownType,
     WrongState,
@@ -22,6 +24,8 @@ _HINTS: dict[type[BaseException], str] = {
     KeyReused: "Use another idempotency_key, or send the same message as before.",
     ResultGone: "Submit again with a new idempotency_key.",
     UnknownType: "Use one of the types that the sentence names.",
+    UnknownGoal: "Check the id: goals lists the goals that you see.",
+    ContextChanged: "Call goal_context, and repeat the change with its version.",
     NotAllowed: "Use another tool, or ask an operator for a token with this right.",
     InvalidMessage: "Correct the arguments and call again.",
     Unavailable: "Wait a moment and call again.",

@@ -8,7 +8,7 @@ Rule 4: only an acknowledgement by id removes a message from an inbox.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -65,7 +65,8 @@ class Tool(NamedTuple):
     """One tool."""
 
     name: str
-    arguments: type[Arguments]
+    arguments: type[msgspec.Struct]
+    """A verb, or a struct with what the tool needs to know."""
     run: Run
     verb: type[Verb]
     """Who may call this verb may use the tool. The other verbs that it calls have their own permissions."""
@@ -658,7 +659,28 @@ async def remove_rule(backend: Backend, given: RemoveRuleArguments) -> dict[str,
     return {"rule_id": given.rule_id, "removed": True}
 
 
+async def as_verb(backend: Backend, verb: Verb) -> dict[str, Any]:
+    """Call the verb whose fields are the arguments of the tool."""
+    return labelled(await backend.ask(verb, wait_s=WAIT_S_MAX))
+
+
 # ---- all tools ---------------------------------------------------------------------------------------
+
+_GOAL_VERBS: Mapping[str, type[Verb]] = {
+    "goals": goals.ListGoals,
+    "goal": goals.ShowGoal,
+    "start_goal": goals.StartGoal,
+    "complete_goal": goals.CompleteGoal,
+    "fail_goal": goals.FailGoal,
+    "checkpoints": goals.ListCheckpoints,
+    "take_checkpoint": goals.TakeCheckpoint,
+    "roll_back_goal": goals.RollBackGoal,
+    "goal_context": goals.ReadContext,
+    "set_goal_context": goals.SetContext,
+    "read_node": goals.ReadNode,
+    "save_node": goals.SaveNode,
+    "update_node": goals.UpdateNode,
+}
 
 TOOLS: Sequence[Tool] = (
     Tool("who_is_there", WhoIsThereArguments, who_is_there, agents.ListAgents, is_team=True),
@@ -683,6 +705,7 @@ TOOLS: Sequence[Tool] = (
     Tool("decide", DecideArguments, decide, goals.Answer),
     Tool("rules", RulesArguments, rules, goals.ListRules),
     Tool("remove_rule", RemoveRuleArguments, remove_rule, goals.ForgetRule),
+    *(Tool(name, verb, as_verb, verb) for name, verb in _GOAL_VERBS.items()),
 )
 
 
@@ -691,7 +714,7 @@ def tools_of(backend: Backend) -> list[Tool]:
     return [tool for tool in TOOLS if not backend.refuses(tool.entry)]
 
 
-def checked_arguments(tool: Tool, given: dict[str, Any]) -> Arguments:
+def checked_arguments(tool: Tool, given: dict[str, Any]) -> msgspec.Struct:
     """The arguments of a call as the struct of its tool. Raises `InvalidMessage`."""
     known = {name: value for name, value in given.items() if name not in IGNORED}
     try:

@@ -1,22 +1,18 @@
 """For operators: `postroom engine goals`, `graph`, `decisions` and `conflicts`."""
 
+import functools
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import click
 
-from postroom.cli.engine.options import default_data_option
-from postroom.cli.engine.places import Place, conflicts_of, on_folder, on_place, open_engine, plain
+from postroom.cli.engine.places import Place, conflicts_of, on_place, plain
 from postroom.cli.shell import HELP_OPTIONS, Shell, add_json_option
-
-if TYPE_CHECKING:
-    from postroom.goals.engine import Engine
 
 goal_argument = click.argument("goal_id", metavar="GOAL_ID")
 decision_argument = click.argument("decision_id", metavar="DECISION_ID")
 rule_argument = click.argument("rule_id", metavar="RULE_ID")
-folder_option = default_data_option
+on_new_place = functools.partial(on_place, create=True)
 
 
 # ---- goals -------------------------------------------------------------------------------------------
@@ -78,24 +74,22 @@ def checkpoints(shell: Shell, place: Place, goal_id: str) -> None:
 @goals.command()
 @click.argument("org_id", metavar="ORGANIZATION")
 @click.option("--goal", "goal_id", metavar="GOAL_ID", help="The id of the goal.  [default: a new one]")
-@folder_option
-@click.pass_obj
-def start(shell: Shell, org_id: str, goal_id: str | None, data: Path | None) -> None:
+@on_new_place
+def start(shell: Shell, place: Place, org_id: str, goal_id: str | None) -> None:
     """Start a goal of an organization, and print its id.
 
     \b
     Example:
       postroom engine goals start acme --goal trip-7 --data run
     """
-    with open_engine(shell, shell.data_place(data), None, create=True) as engine:
-        started = engine.blocking.goals.start(org_id, goal_id)
+    started = place.goals.start(org_id, goal_id)
     shell.output.facts({"goal_id": started}, started)
 
 
 @goals.command()
 @goal_argument
-@on_folder
-def complete(shell: Shell, engine: "Engine", goal_id: str) -> None:
+@on_place
+def complete(shell: Shell, place: Place, goal_id: str) -> None:
     """Complete a goal: its facts in the knowledge graph become visible to everybody.
 
     A fact that somebody else has changed since the goal began is decided by the adviser or a person; the goal
@@ -105,24 +99,39 @@ def complete(shell: Shell, engine: "Engine", goal_id: str) -> None:
     Example:
       postroom engine goals complete trip-7 --data run
     """
-    status = engine.blocking.goals.complete(goal_id)
-    facts = {"goal_id": goal_id, "state": status.state, "decisions": status.decisions}
-    shell.output.facts(facts, f"goal {goal_id} is {status.state}")
+    status = plain(place.goals.complete(goal_id))
+    facts = {"goal_id": goal_id, "state": status["state"], "decisions": status["decisions"]}
+    shell.output.facts(facts, f"goal {goal_id} is {status['state']}")
 
 
 @goals.command()
 @goal_argument
 @click.option("--reason", default="", metavar="TEXT", help="Why the goal failed.")
-@on_folder
-def fail(shell: Shell, engine: "Engine", goal_id: str, reason: str) -> None:
+@on_place
+def fail(shell: Shell, place: Place, goal_id: str, reason: str) -> None:
     """End a goal as failed: drop its branch of the graph, and cancel its open messages.
 
     \b
     Example:
       postroom engine goals fail trip-7 --reason 'no flight left' --data run
     """
-    status = engine.blocking.goals.fail(goal_id, reason)
-    shell.output.facts({"goal_id": goal_id, "state": status.state}, f"goal {goal_id} is {status.state}")
+    state = plain(place.goals.fail(goal_id, reason))["state"]
+    shell.output.facts({"goal_id": goal_id, "state": state}, f"goal {goal_id} is {state}")
+
+
+@goals.command()
+@goal_argument
+@click.option("--reason", default="manual", show_default=True, metavar="TEXT", help="Why it is taken.")
+@on_place
+def checkpoint(shell: Shell, place: Place, goal_id: str, reason: str) -> None:
+    """Take a checkpoint of a goal now, and print its id.
+
+    \b
+    Example:
+      postroom engine goals checkpoint trip-7 --reason 'before the payment' --data run
+    """
+    taken = plain(place.goals.checkpoint(goal_id, reason))["checkpoint_id"]
+    shell.output.facts({"checkpoint_id": taken}, taken)
 
 
 @goals.command()
@@ -132,9 +141,9 @@ def fail(shell: Shell, engine: "Engine", goal_id: str, reason: str) -> None:
     help="Leave this effect as it is, although it cannot be undone. May be repeated.",
 )  # fmt: skip
 @click.option("--forget-learning", is_flag=True, help="Do not put what failed into the context.")
-@on_folder
+@on_place
 def rollback(
-    shell: Shell, engine: "Engine", checkpoint_id: str, accepted: tuple[str, ...], forget_learning: bool
+    shell: Shell, place: Place, checkpoint_id: str, accepted: tuple[str, ...], forget_learning: bool
 ) -> None:
     """Roll a goal back to a checkpoint, or resume a rollback that was interrupted.
 
@@ -144,11 +153,44 @@ def rollback(
     Example:
       postroom engine goals rollback 'trip-7#3' --data run
     """
-    status = engine.blocking.goals.rollback(checkpoint_id, not forget_learning, accept_irreversible=accepted)
-    facts = {"goal_id": status.goal_id, "state": status.state, "undoing": status.undoing}
-    shell.output.facts(
-        facts, f"goal {status.goal_id} is {status.state}, {len(status.undoing)} effects to undo"
-    )
+    status = plain(place.goals.rollback(checkpoint_id, not forget_learning, accept_irreversible=accepted))
+    facts = {name: status[name] for name in ("goal_id", "state", "undoing")}
+    said = f"goal {facts['goal_id']} is {facts['state']}, {len(facts['undoing'])} effects to undo"
+    shell.output.facts(facts, said)
+
+
+@goals.command()
+@goal_argument
+@click.argument("value", metavar="[JSON]", required=False)
+@click.option(
+    "--version", "expect_version", type=click.IntRange(min=0), metavar="N",
+    help="The version that JSON replaces: a context that was changed meanwhile stays.",
+)  # fmt: skip
+@on_place
+def context(shell: Shell, place: Place, goal_id: str, value: str | None, expect_version: int | None) -> None:
+    """Show the context of a goal with its version, or replace it.
+
+    \b
+    Example:
+      postroom engine goals context trip-7 --data run
+      postroom engine goals context trip-7 '{"to": "Rome"}' --version 1 --data run
+    """
+    if (value is None) != (expect_version is None):
+        raise click.UsageError("to replace the context, name the JSON and its --version")
+    if value is None or expect_version is None:
+        found, version = place.goals.context(goal_id)
+        shell.output.document({"context": found, "version": version})
+        return
+    new = place.goals.set_context(goal_id, _decoded("the context is", value), expect_version)
+    shell.output.facts({"goal_id": goal_id, "version": new}, f"the context has version {new}")
+
+
+def _decoded(what: str, text: str) -> Any:
+    """A JSON argument."""
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise click.UsageError(f"{what} not JSON: {error}") from None
 
 
 # ---- graph -------------------------------------------------------------------------------------------
@@ -156,7 +198,7 @@ def rollback(
 
 @click.group(context_settings=HELP_OPTIONS)
 def graph() -> None:
-    """The knowledge graph of a data folder.
+    """The knowledge graph.
 
     \b
     Example:
@@ -167,14 +209,21 @@ def graph() -> None:
 
 goal_option = click.option("--goal", "goal_id", metavar="GOAL_ID", help="As this goal sees it.")
 org_option = click.option("--org", "org_id", metavar="NAME", help="As this organization sees it.")
+edge_option = click.option(
+    "--edge", "edges", multiple=True, type=(str, str), metavar="LABEL NODE_ID", help="An edge to add."
+)
+
+
+def _view(place: Place, goal_id: str | None, org_id: str | None) -> Any:
+    return place.graph.main(org_id) if goal_id is None else place.graph.branch(goal_id, org_id)
 
 
 @graph.command(name="get")
 @click.argument("node_id", metavar="NODE_ID")
 @goal_option
 @org_option
-@on_folder
-def get_node(shell: Shell, engine: "Engine", node_id: str, goal_id: str | None, org_id: str | None) -> None:
+@on_place
+def get_node(shell: Shell, place: Place, node_id: str, goal_id: str | None, org_id: str | None) -> None:
     """Show a node with its properties, its edges and its version.
 
     Organizations may use the same node id. Without --org and --goal, the shared node is shown, else that of
@@ -186,47 +235,67 @@ def get_node(shell: Shell, engine: "Engine", node_id: str, goal_id: str | None, 
       postroom engine graph get paris --org acme --data run
       postroom engine graph get paris --goal trip-7 --data run
     """
-    view = engine.graph.main(org_id) if goal_id is None else engine.graph.branch(goal_id, org_id)
-    node = engine.blocking.wait(view.get(node_id))
+    node = plain(_view(place, goal_id, org_id).get(node_id))
     if node is None:
         raise click.ClickException(f"there is no node {node_id!r}")
-    facts = {
-        "node_id": node.node_id, "org_id": node.org_id, "properties": node.properties, "edges": node.edges,
-        "version": node.version,
-    }  # fmt: skip
-    shell.output.document(facts)
+    defaults: dict[str, Any] = {"org_id": "", "properties": {}, "edges": [], "version": 0}
+    shell.output.document({"node_id": node_id} | {name: node.get(name, defaults[name]) for name in defaults})
 
 
 @graph.command(name="save")
 @click.argument("node_id", metavar="NODE_ID")
 @click.argument("properties", metavar="JSON")
-@click.option(
-    "--edge", "edges", multiple=True, type=(str, str), metavar="LABEL NODE_ID", help="An edge to add."
-)
+@edge_option
+@goal_option
 @click.option("--org", "org_id", metavar="NAME", help="The organization that owns it.  [default: shared]")
-@folder_option
-@click.pass_obj
+@on_new_place
 def save_node(
     shell: Shell,
+    place: Place,
     node_id: str,
     properties: str,
     edges: tuple[tuple[str, str], ...],
+    goal_id: str | None,
     org_id: str | None,
-    data: Path | None,
 ) -> None:
-    """Save a node of main: these properties replace those it had.
+    """Save a node: these properties replace those it had.
 
     \b
     Example:
       postroom engine graph save paris '{"population": 2}' --edge in france --data run
+      postroom engine graph save paris '{"population": 2}' --goal trip-7 --data run
     """
-    try:
-        decoded = json.loads(properties)
-    except ValueError as error:
-        raise click.UsageError(f"the properties are not JSON: {error}") from None
-    with open_engine(shell, shell.data_place(data), None, create=True) as engine:
-        node = engine.blocking.wait(engine.graph.main(org_id or "").save(node_id, decoded, edges))
-    shell.output.facts({"node_id": node_id, "version": node.version}, f"{node_id} has version {node.version}")
+    decoded = _decoded("the properties are", properties)
+    owner = org_id if goal_id else org_id or ""
+    version = plain(_view(place, goal_id, owner).save(node_id, decoded, edges))["version"]
+    shell.output.facts({"node_id": node_id, "version": version}, f"{node_id} has version {version}")
+
+
+@graph.command(name="update")
+@click.argument("node_id", metavar="NODE_ID")
+@click.argument("changes", metavar="JSON")
+@edge_option
+@goal_option
+@org_option
+@on_place
+def update_node(
+    shell: Shell,
+    place: Place,
+    node_id: str,
+    changes: str,
+    edges: tuple[tuple[str, str], ...],
+    goal_id: str | None,
+    org_id: str | None,
+) -> None:
+    """Change some properties of a node; null removes one.
+
+    \b
+    Example:
+      postroom engine graph update paris '{"population": 3}' --data run
+    """
+    decoded = _decoded("the changes are", changes)
+    version = plain(_view(place, goal_id, org_id).update(node_id, decoded, edges=edges))["version"]
+    shell.output.facts({"node_id": node_id, "version": version}, f"{node_id} has version {version}")
 
 
 # ---- decisions ---------------------------------------------------------------------------------------

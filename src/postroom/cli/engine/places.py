@@ -85,13 +85,13 @@ def conflicts_of(place: Place) -> dict[str, Any]:
 # ---- opening -------------------------------------------------------------------------------------------
 
 
-def on_place(run: Callable[..., None]) -> Callable[..., None]:
+def on_place(run: Callable[..., None], *, create: bool = False) -> Callable[..., None]:
     """A command on the messages of a data folder or of a server: it gets the shell and the place."""
 
     def command(
         shell: Shell, data: Path | None, url: str | None, token: str | None, **arguments: Any
     ) -> None:
-        with open_place(shell, data, url, token) as place:
+        with open_place(shell, data, url, token, create=create) as place:
             run(shell, place, **arguments)
 
     return where_options(click.pass_obj(functools.update_wrapper(command, run)))

@@ -11,8 +11,9 @@ from postroom.core.gate import GATE
 from postroom.engine.dlq import DeadLetter
 from postroom.engine.inspection import EngineStatus, MessageInfo
 from postroom.engine.token_status import TokenStatus
-from postroom.goals.goal_cells import Decision
+from postroom.goals.goal_cells import Checkpoint, Decision
 from postroom.goals.goals import GoalStatus
+from postroom.goals.graph.branches import Node
 from postroom.server.http.endpoint import ServedRoute, serve
 from postroom.server.http.openapi import document
 from postroom.server.routes import (
@@ -70,6 +71,16 @@ _HANDLED: Sequence[ServedRoute] = (
     serve(goals.ListGoals, goal_handlers.goals, answers.GoalsAnswer),
     serve(goals.ShowGoal, goal_handlers.goal, GoalStatus),
     serve(goals.ListCheckpoints, goal_handlers.checkpoints, answers.CheckpointsAnswer),
+    serve(goals.StartGoal, goal_handlers.start),
+    serve(goals.TakeCheckpoint, goal_handlers.checkpoint, Checkpoint),
+    serve(goals.CompleteGoal, goal_handlers.complete, GoalStatus),
+    serve(goals.FailGoal, goal_handlers.fail, GoalStatus),
+    serve(goals.RollBackGoal, goal_handlers.roll_back, GoalStatus),
+    serve(goals.ReadContext, goal_handlers.context),
+    serve(goals.SetContext, goal_handlers.set_context),
+    serve(goals.ReadNode, goal_handlers.node, Node),
+    serve(goals.SaveNode, goal_handlers.save_node, Node),
+    serve(goals.UpdateNode, goal_handlers.update_node, Node),
     serve(goals.ListDecisions, goal_handlers.decisions, answers.DecisionsAnswer),
     serve(goals.ShowDecision, goal_handlers.decision, Decision),
     serve(goals.Answer, goal_handlers.answer, Decision),
