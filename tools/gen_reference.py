@@ -769,10 +769,9 @@ def shape(schema: dict[str, Any]) -> str:
         listed = ", ".join(f"`{one}`" for one in schema["enum"])
         return ENUMS.get(frozenset(schema["enum"]), listed)
     kind = schema.get("type", "any JSON")
-    if kind == "array" and "prefixItems" in schema:
-        return f"list of {' and '.join(shape(one) for one in schema['prefixItems'])}"
     if kind == "array":
-        return f"list of {shape(schema['items'])}{bounds(schema)}"
+        items = schema.get("prefixItems") or [schema["items"]]
+        return f"list of {' and '.join(map(shape, items))}{bounds(schema)}"
     if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
         return f"object of {shape(schema['additionalProperties'])}"
     return f"{kind}{bounds(schema)}"

@@ -40,6 +40,7 @@ from tests.waiting import HANG_GUARD_S
 GOALS = {
     "goals", "goal", "start_goal", "complete_goal", "fail_goal", "checkpoints", "take_checkpoint",
     "roll_back_goal", "goal_context", "set_goal_context", "read_node", "save_node", "update_node",
+    "decisions", "decide", "rules", "remove_rule",
 }  # fmt: skip
 ALL = GOALS | {
     "send", "inbox", "ask", "reply", "wait_for", "enqueue", "claim", "complete", "fail", "post", "read_bus",
