@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from postroom.core.lifecycle import lifecycle
-from postroom.message import Event, Record, Stored
+from postroom.message import Event, Record
 from postroom.stores.base import (
     NEWEST,
     ByIds,
@@ -22,13 +22,12 @@ from postroom.stores.base import (
     Kept,
     Listing,
     Pick,
-    Records,
     count_changes,
     counted_as,
     in_order,
-    stored_message,
 )
 from postroom.stores.event_runs import INCOMPLETE, READ_ERRORS, StoredRow, alerts_for, unpack
+from postroom.stores.numbered_records import NumberedRecords
 from postroom.stores.postgres.known import ConflictError
 from postroom.stores.postgres.lanes import PostgresLanes
 from postroom.stores.postgres.ledger import PostgresLedger
@@ -41,7 +40,7 @@ _STATES_WITH_INDEX = frozenset({"EXECUTING", "DEAD_LETTER", "CANCELLED", "EXPIRE
 _encode = msgspec.json.Encoder().encode
 
 
-class PostgresRecords(Records):
+class PostgresRecords(NumberedRecords[PostgresLedger]):
     """The records of one transaction."""
 
     def __init__(self, ledger: PostgresLedger, lanes: PostgresLanes) -> None:
@@ -82,10 +81,6 @@ class PostgresRecords(Records):
             found |= {record.message_id: record for record in named}
         return found
 
-    def load(self, message_id: str) -> Stored | None:
-        record = self.get(message_id)
-        return None if record is None else stored_message(record, self.kept(record))
-
     def kept(self, record: Record) -> Kept:
         codec, seq = self._ledger.codec, record.seq
         [(kind, parent, key, delay_ns, ttl_ns, payload, result, trail)] = self._ledger.ask("stored", (seq,))
@@ -96,11 +91,8 @@ class PostgresRecords(Records):
             codec.open_lines(seq, (trail or b"").decode()).encode(),
         )  # fmt: skip
 
-    def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
-        own = {number: each for each in message_ids if (number := self._ledger.known.own_number(each))}
-        stored = dict(self._ledger.ask_records("payloads", ([*own],)))
-        found = {own[seq]: payload for seq, payload in self._ledger.codec.open_payloads(stored).items()}
-        return found | super().payloads([each for each in message_ids if each not in found])
+    def sealed_payloads(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        return dict(self._ledger.ask_records("payloads", (numbers,)))
 
     def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
         self._ledger.changes += 1
@@ -128,16 +120,9 @@ class PostgresRecords(Records):
             self._lanes.count(queue, what, n)
         self._ledger.append(events, len(events))
 
-    def heads(self, message_ids: Sequence[str]) -> list[Head]:
-        numbers = [self._ledger.known.own_number(message_id) for message_id in message_ids]
-        if not all(numbers):
-            return super().heads(message_ids)
-        found = {
-            row[0]: self._ledger.head(row) for row in self._ledger.ask_records("heads_by_seq", (numbers,))
-        }
-        wanted = set(message_ids)
-        heads = [found[number] for number in numbers if number in found]
-        return [head for head in heads if head.record.message_id in wanted]
+    def numbered_heads(self, numbers: Sequence[int]) -> dict[int, Head]:
+        rows = self._ledger.ask_records("heads_by_seq", (numbers,))
+        return {row[0]: self._ledger.head(row) for row in rows}
 
     def forget(self, records: Sequence[Record]) -> None:
         self._ledger.changes += 1

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from postroom.core.lifecycle import lifecycle
-from postroom.message import Event, Record, Stored
+from postroom.message import Event, Record
 from postroom.stores.base import (
     CHUNKS,
     FOREVER_NS,
@@ -26,13 +26,12 @@ from postroom.stores.base import (
     Lanes,
     Listing,
     Pick,
-    Records,
     count_changes,
     counted_as,
     in_order,
-    stored_message,
 )
 from postroom.stores.event_runs import INCOMPLETE, READ_ERRORS, StoredRow, alerts_for, unpack
+from postroom.stores.numbered_records import NumberedRecords
 from postroom.stores.sqlite.ledger import SqliteLedger, carray_of, line_of
 from postroom.stores.sqlite.sql import queries as sql
 from postroom.stores.sqlite.sql.queries import (
@@ -52,7 +51,7 @@ _kept_from: Callable[..., Kept] = Kept  # columns are in the order of the fields
 _encode = msgspec.json.Encoder().encode
 
 
-class SqliteRecords(Records):
+class SqliteRecords(NumberedRecords[SqliteLedger]):
     """The records of one transaction."""
 
     def __init__(self, ledger: SqliteLedger) -> None:
@@ -97,10 +96,6 @@ class SqliteRecords(Records):
             found[message_id] = record
         return found
 
-    def load(self, message_id: str) -> Stored | None:
-        record = self.get(message_id)
-        return None if record is None else stored_message(record, self.kept(record))
-
     def kept(self, record: Record) -> Kept:
         codec, seq = self._ledger.codec, record.seq
         *facts, payload, result, trail = ask(self._ledger.cursor, sql.STORED, (seq,))[0]
@@ -111,11 +106,8 @@ class SqliteRecords(Records):
             codec.open_lines(seq, trail or "").encode(),
         )
 
-    def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
-        own = {number: each for each in message_ids if (number := self._ledger.known.own_number(each))}
-        stored = dict(ask(self._ledger.cursor, sql.PAYLOADS, (carray_of([*own]),)))
-        found = {own[seq]: payload for seq, payload in self._ledger.codec.open_payloads(stored).items()}
-        return found | super().payloads([each for each in message_ids if each not in found])
+    def sealed_payloads(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        return dict(ask(self._ledger.cursor, sql.PAYLOADS, (carray_of(numbers),)))
 
     def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
         self._ledger.changes += 1
@@ -163,15 +155,9 @@ class SqliteRecords(Records):
         deadline_ns = record.lease_until or record.due
         return LINES_OF_STATES.get(record.state), self._ledger.ends_at(deadline_ns) if deadline_ns else 0
 
-    def heads(self, message_ids: Sequence[str]) -> list[Head]:
-        numbers = [self._ledger.known.own_number(message_id) for message_id in message_ids]
-        if not all(numbers):
-            return super().heads(message_ids)
-        found = {row[0]: row for row in ask(self._ledger.cursor, sql.HEADS_BY_SEQ, (carray_of(numbers),))}
-        rows = [found[number] for number in numbers if number in found]
-        heads = [Head(self._ledger.record(row), *row[23:]) for row in rows]
-        wanted = set(message_ids)
-        return [head for head in heads if head.record.message_id in wanted]
+    def numbered_heads(self, numbers: Sequence[int]) -> dict[int, Head]:
+        rows = ask(self._ledger.cursor, sql.HEADS_BY_SEQ, (carray_of(numbers),))
+        return {row[0]: Head(self._ledger.record(row), *row[23:]) for row in rows}
 
     def forget(self, records: Sequence[Record]) -> None:
         self._ledger.changes += 1
