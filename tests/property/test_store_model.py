@@ -104,7 +104,7 @@ class _Memory(MemoryStore):
         for record in leased:
             row = self._data.rows[record.message_id]
             again = replace(record, lease_until=newest + record.lease_ns)
-            self._begin().journal.put_row(record.message_id, replace(row, record=again))
+            self._begin().ledger.put_row(record.message_id, replace(row, record=again))
 
 
 class Planned(Exception):

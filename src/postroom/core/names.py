@@ -90,6 +90,8 @@ def split_scoped(name: str) -> tuple[str, str]:
 
 def checked_scoped_name(kind: str, name: object) -> str:
     """`name` when it is a name, or one within an organization. Else `InvalidName`."""
+    if type(name) is str and is_name(name):
+        return name
     if isinstance(name, str):
         org, inner = split_scoped(name)
         if org and is_name(org) and is_name(inner):

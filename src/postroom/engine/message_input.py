@@ -114,7 +114,8 @@ class Registry:
 
     def prepare(self, fields: Mapping[str, Any], policy: Policy, wall_us: int) -> Prepared:
         """Check the keywords of a submit."""
-        if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
+        is_plain = type(fields) is dict and fields.keys() <= FIELDS  # nearly always
+        if not (is_plain or (isinstance(fields, Mapping) and all(isinstance(name, str) for name in fields))):
             raise InvalidMessage(
                 f"a message is given by the keywords of submit, not by {type(fields).__name__}"
             )

@@ -27,7 +27,6 @@ from postroom.stores.base import (
     Head,
     Lanes,
     Listing,
-    Parts,
     Pick,
     Records,
     count_changes,
@@ -36,7 +35,7 @@ from postroom.stores.base import (
 )
 from postroom.stores.own_ids import OwnIds, first_rule
 from postroom.stores.store import Capabilities, Store
-from postroom.stores.transaction import LimitsCache, Transaction
+from postroom.stores.transaction import LimitsCache, Transaction, lazily
 from postroom.system.clock import Clock, SystemClock
 from postroom.system.handles import reset_after_fork
 
@@ -99,9 +98,9 @@ class MemoryStore(Store):
             try:
                 result = work(transaction)
             except BaseException:
-                transaction.journal.undo()
+                transaction.ledger.undo()
                 raise
-            transaction.journal.commit()
+            transaction.ledger.commit()
         if self.on_commit is not None:
             self.on_commit(transaction)
         return result
@@ -181,21 +180,6 @@ class UndoJournal:
             self.put(total, what, total.get(what, 0) + change)
             if what in LANE_COUNTS:
                 self.put(waiting, queue, waiting.get(queue, 0) + change or None)
-
-
-class MemoryTransaction(Transaction):
-    """Changes the data at once and remembers how to undo the changes."""
-
-    def __init__(self, ids: OwnIds, limits: LimitsCache, data: _Data, steady_ns: int, wall_us: int) -> None:
-        self.journal = journal = UndoJournal(data)
-        parts = Parts(
-            MemoryRecords(journal), MemoryEvents(journal), MemoryCells(journal), MemoryLanes(journal)
-        )
-        super().__init__(ids, limits, steady_ns, wall_us, parts)
-
-    @property
-    def changes(self) -> int:
-        return self.journal.changes
 
 
 class MemoryRecords(Records):
@@ -329,3 +313,20 @@ class MemoryLanes(Lanes):
 
     def active_depths(self) -> dict[str, Mapping[Counted, int]]:
         return {queue: self.depth(queue) for queue in self._data.ready}
+
+
+class MemoryTransaction(Transaction):
+    """Changes the data at once and remembers how to undo the changes."""
+
+    records: Records = lazily(MemoryRecords)
+    events: Events = lazily(MemoryEvents)
+    cells: Cells = lazily(MemoryCells)
+    lanes: Lanes = lazily(MemoryLanes)
+
+    def __init__(self, ids: OwnIds, limits: LimitsCache, data: _Data, steady_ns: int, wall_us: int) -> None:
+        super().__init__(ids, limits, steady_ns, wall_us)
+        self.ledger = UndoJournal(data)
+
+    @property
+    def changes(self) -> int:
+        return self.ledger.changes

@@ -7,7 +7,7 @@ Rule 2: a backend may override a verb with a faster form of it. An equivalence t
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -48,6 +48,8 @@ NO_DETAILS: Final[Mapping[str, dict[str, Any]]] = {}
 NO_STARTS: Final[Mapping[str, int]] = {}
 NUMBERS_AHEAD = 1 << 36  # after the newest one, which the store may give
 LIMITS_KNOWN_S = 1.0  # how long a handle uses a queue's limits after another process changed them
+
+T = TypeVar("T")
 
 _log = library_log("postroom.store")
 
@@ -119,6 +121,24 @@ def payload_bytes(head: Head) -> int:
     return len(head.payload)
 
 
+class _Lazy:
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self._make = make
+
+    def __set_name__(self, _: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, transaction: Any, _: type) -> Any:
+        part = transaction.__dict__[self._name] = self._make(transaction.ledger)
+        return part
+
+
+def lazily(make: Callable[[Any], T]) -> T:
+    """A part that is made of `transaction.ledger` when it is first used: most commits use one or two."""
+    part: Any = _Lazy(make)
+    return part  # type: ignore[no-any-return]  # by `_Lazy.__get__`
+
+
 class Transaction:
     """The work of one commit. The clocks are read once, at its beginning, so a commit is one instant."""
 
@@ -136,11 +156,14 @@ class Transaction:
     notable: Sequence[Event] = ()
     """Events that a person may want to know about: see `lifecycle.is_notable`."""
 
-    def __init__(self, ids: OwnIds, limits: LimitsCache, steady_ns: int, wall_us: int, parts: Parts) -> None:
+    def __init__(
+        self, ids: OwnIds, limits: LimitsCache, steady_ns: int, wall_us: int, parts: Parts | None = None
+    ) -> None:
         self.ids = ids
         self.steady_ns = steady_ns
         self.wall_us = wall_us
-        self.records, self.events, self.cells, self.lanes = parts
+        if parts is not None:  # else the class makes them `lazily`
+            self.records, self.events, self.cells, self.lanes = parts
         self.ready: set[str] = set()
         """Queues in which something new can be claimed."""
         self.limits_known = limits

@@ -61,19 +61,22 @@ def own(transaction: Transaction, queue: str, org: str) -> None:
 
 def insert(transaction: Transaction, envelopes: Sequence[Envelope]) -> list[Accepted]:
     """Store new tasks, all or none. Raises `Overloaded` when an organization has no room for its tasks."""
+    owned = {
+        queue: org for queue in {one.queue for one in envelopes} if (org := owner_of(transaction, queue))
+    }
+    if not owned:
+        return transaction.insert(envelopes)
     shares: dict[str, list[Envelope]] = {}
     for envelope in envelopes:
-        if org := owner_of(transaction, envelope.queue):
-            shares.setdefault(org, []).append(envelope)
-    if not shares:
-        return transaction.insert(envelopes)
-    unused = _unused(transaction, {envelope.queue for new in shares.values() for envelope in new})
+        if envelope.queue in owned:
+            shares.setdefault(owned[envelope.queue], []).append(envelope)
+    unused = _unused(transaction, [*owned])
     stored = {org: _with_room(transaction, org, new, unused) for org, new in shares.items()}
     accepted = transaction.insert(envelopes)
     added: dict[str, list[str]] = {org: [] for org in shares}
     for envelope, one in zip(envelopes, accepted, strict=True):
-        if not one.duplicate and (org := owner_of(transaction, envelope.queue)):
-            added[org].append(envelope.queue)
+        if not one.duplicate and envelope.queue in owned:
+            added[owned[envelope.queue]].append(envelope.queue)
     for org, queues in added.items():
         if queues:
             before, begun = stored[org], unused.intersection(queues)

@@ -4,7 +4,6 @@ Rule 1: an operation raises before it writes, so several of them can share a com
 Rule 2: every decision about one record is a function of `core.lifecycle`; policies are functions in `core`.
 """
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -112,7 +111,10 @@ class Operations:
         if new:
             named, known_ids = with_stored_ids(self.transaction, [message for _, message in new])
             self._check_contents(named, known_ids)
-            for org_id, count in Counter(message.org_id for message in named).items():
+            counts: dict[str, int] = {}
+            for message in named:
+                counts[message.org_id] = counts.get(message.org_id, 0) + 1
+            for org_id, count in counts.items():
                 storage.check(self.transaction, org_id, self._policy.organization_of(org_id), count)
             for check in on_submit:
                 check(self.transaction, named)

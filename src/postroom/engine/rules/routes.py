@@ -37,10 +37,11 @@ def tool_of(payload: bytes) -> str:
 
 def chosen(routes: Collection[Route], service: str, payload: Callable[[], bytes]) -> Route | None:
     """The route of a message that names this service; None when none fits, or several fit equally well."""
-    names_tools = any(route.tool for route in routes)
-    if len(routes) == 1 and not names_tools:
-        return next(iter(routes))
-    tool = tool_of(payload()) if names_tools else ""
+    if len(routes) == 1:
+        [only] = routes
+        if not only.tool:
+            return only
+    tool = tool_of(payload()) if any(route.tool for route in routes) else ""
     fitting = {
         route: (bool(route.tool), route.service == service)
         for route in routes

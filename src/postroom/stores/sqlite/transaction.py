@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, islice, repeat
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from postroom.core.lifecycle import lifecycle
 from postroom.errors import UnreadableValue
@@ -35,9 +35,7 @@ from postroom.stores.sqlite.ledger import SqliteLedger, alike_runs, carray_of, l
 from postroom.stores.sqlite.parts import SqliteCells, SqliteEvents, SqliteLanes, SqliteRecords
 from postroom.stores.sqlite.sql import queries as sql
 from postroom.stores.sqlite.sql.queries import ENGINE_QUEUES, ask
-from postroom.stores.transaction import NO_DETAILS, NO_STARTS, Accepted, Claim, Delivery, Transaction
-
-T = TypeVar("T")
+from postroom.stores.transaction import NO_DETAILS, NO_STARTS, Accepted, Claim, Delivery, Transaction, lazily
 
 _PAYLOAD = 8  # the column of a row of HEADS
 _lane = itemgetter(1)  # of a row of HEADS
@@ -48,32 +46,13 @@ def _holder_of_start(begun: tuple[Any, str]) -> Any:
     return _holder(begun[0])
 
 
-class _Lazy:
-    """A part that is made when it is first used: most commits use one or two of them."""
-
-    def __init__(self, make: Callable[[SqliteLedger], Any]) -> None:
-        self._make = make
-
-    def __set_name__(self, _: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, transaction: Any, _: type) -> Any:
-        part = transaction.__dict__[self._name] = self._make(transaction.ledger)
-        return part
-
-
-def _lazily(make: Callable[[SqliteLedger], T]) -> T:
-    part: Any = _Lazy(make)
-    return part  # type: ignore[no-any-return]  # by `_Lazy.__get__`
-
-
 class SqliteTransaction(Transaction):
     """One transaction of the writing connection, or one state that a reading connection sees."""
 
-    records: Records = _lazily(SqliteRecords)
-    events: Events = _lazily(SqliteEvents)
-    cells: Cells = _lazily(SqliteCells)
-    lanes: Lanes = _lazily(SqliteLanes)
+    records: Records = lazily(SqliteRecords)
+    events: Events = lazily(SqliteEvents)
+    cells: Cells = lazily(SqliteCells)
+    lanes: Lanes = lazily(SqliteLanes)
 
     def __init__(self, ledger: SqliteLedger) -> None:
         # As in `Transaction.__init__`, without the call: this runs for every commit.
