@@ -35,6 +35,7 @@ from postroom.stores.rabbitmq.lanes import (
 from postroom.stores.rabbitmq.store import RabbitStore
 from postroom.stores.rabbitmq.transaction import HOMES, HOMES_A_PAGE, own_homes
 from postroom.stores.transaction import Transaction
+from tests.engines import EngineUnderTest
 from tests.integration.commandline import isolate, postroom
 from tests.postgresserver import database, postgres, store_url
 from tests.rabbitmqload import rabbit_store
@@ -657,3 +658,17 @@ def test_a_missing_pika_gives_a_one_line_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "pika", None)
     with pytest.raises(InvalidSetting, match=r"install postroom\[rabbitmq\]"):
         Engine.open("amqp://h/?ledger=memory://")
+
+
+def test_claim_that_ends_a_lapsed_lease_gives_its_tokens_back_at_once(any_url: str) -> None:
+    small = {"tokens_per_minute": 1_000}
+    policy = Policy(tokens={"providers": {"p": {"models": {"small": small}}}})
+    with closing(EngineUnderTest(any_url, policy)) as engine:
+        engine.clock.advance(60.5)
+        engine.submit(tokens=900)
+        until_true(engine.claim)
+        engine.clock.advance(16)
+        assert engine.claim(limit=0) == [], "ends the lease and takes nothing"
+        events = engine.engine.store.events(0, 1_000)
+        [returned] = [event for event in events if event.kind == "tokens_returned"]
+        assert returned.detail["tokens"] == 900
