@@ -15,6 +15,7 @@ COMMANDS = {  # name: module and function
     "backup": "folder.backup:backup",
     "bus": "bus:bus",
     "completion": "completion:completion",
+    "connect": "connect.connect:connect",
     "doctor": "folder.doctor:doctor",
     "engine": "engine:engine",
     "init": "up:init",
