@@ -3,8 +3,8 @@
 from collections import Counter
 from typing import Literal, NamedTuple
 
-from postroom.testing.agent_world import AgentReport, AgentWorld
 from postroom.testing.world import World
+from tests.agentworld import AgentReport, AgentWorld
 
 
 class Part(NamedTuple):

@@ -1,6 +1,6 @@
 """1,000 seeded histories of coordinators and agents keep every rule, and each rule is seen to break.
 
-A seed that failed is replayed with `python -m postroom.testing.agent_world --seed N`.
+A seed that failed is replayed with `python -m tests.agentworld --seed N`.
 """
 
 import os
@@ -20,8 +20,7 @@ from postroom.engine.agents.inboxes import Inboxes
 from postroom.engine.rules.cells import REQUESTS, OpenRequest
 from postroom.engine.rules.operations import Operations
 from postroom.stores.memory import UndoJournal
-from postroom.testing import AgentWorld
-from postroom.testing.agent_world import RULES
+from tests.agentworld import RULES, AgentWorld
 
 SEEDS = 1_000
 SEEDS_A_PART = 50

@@ -8,8 +8,7 @@ store that fails as planned, and `StoreContract` the tests that every backend mu
             return MyStore(folder / "my.db", clock=clock)
 
 `explained` derives the state of every message from the events alone. `HandlerWorld` runs your handlers of an
-engine under crashes and repeated deliveries, `World` does the same to the engine itself, and
-`AgentWorld` to coordinators and agents.
+engine under crashes and repeated deliveries, `World` does the same to the engine itself.
 """
 
 from importlib import import_module
@@ -22,14 +21,11 @@ from postroom.testing.faults import Crashed, Fault, FaultyStore
 from postroom.testing.store_contract import StoreContract
 
 if TYPE_CHECKING:
-    from postroom.testing.agent_world import AgentReport, AgentWorld
     from postroom.testing.handler_world import HandlerReport, HandlerWorld, MessageReport
     from postroom.testing.world import Report, World
 
 __all__ = [
     "FIRST_WALL_US",
-    "AgentReport",
-    "AgentWorld",
     "Crashed",
     "DerivedState",
     "Fault",
@@ -47,8 +43,6 @@ __all__ = [
 ]
 
 _WORLDS = {
-    "AgentReport": "agent_world",
-    "AgentWorld": "agent_world",
     "HandlerReport": "handler_world",
     "HandlerWorld": "handler_world",
     "MessageReport": "handler_world",

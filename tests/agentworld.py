@@ -7,7 +7,7 @@ last part and acknowledged it, or the answer bounced to its creator. No threads,
     report = AgentWorld(seed=7).run()
     assert report.ok, report
 
-`python -m postroom.testing.agent_world --seed 7` prints the history of one seed.
+`python -m tests.agentworld --seed 7` prints the history of one seed.
 """
 
 import argparse
@@ -69,7 +69,7 @@ RULES: Final[dict[str, str]] = {
 class AgentReport(SeedReport, frozen=True, kw_only=True):
     """The outcome of one seed."""
 
-    program = "postroom.testing.agent_world"
+    program = "tests.agentworld"
     requests: int
 
 
@@ -112,7 +112,7 @@ class AgentWorld:
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._random = random.Random(seed)  # noqa: S311 - a history must be repeatable
+        self._random = random.Random(seed)
         self._clock = ManualClock()
         on_dead: OnDead = self._random.choice(("keep", "cancel"))
         self._policy = Policy(
@@ -582,7 +582,7 @@ class AgentWorld:
 
 def main(arguments: list[str] | None = None) -> int:
     """Replay one seed and print its history; exit code 1 when a rule was broken."""
-    parser = argparse.ArgumentParser(prog="python -m postroom.testing.agent_world", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.agentworld", description=main.__doc__)
     parser.add_argument("--seed", type=int, required=True)
     report = AgentWorld(parser.parse_args(arguments).seed).run()
     sys.stdout.write("\n".join([*report.trace, str(report), ""]))
