@@ -51,6 +51,18 @@ async def add(name: str) -> str:
     return f"added {name}"
 
 
+@server.tool()
+async def create_note(text: str) -> str:
+    note(f"create_note {text}")
+    return "note-7"
+
+
+@server.tool(annotations=types.ToolAnnotations(destructive_hint=True))
+async def delete_note(note_id: str) -> str:
+    note(f"delete_note {note_id}")
+    return "gone"
+
+
 @server.tool(annotations=types.ToolAnnotations(idempotent_hint=True))
 async def put(name: str) -> str:
     """Ends the process when it is called first."""

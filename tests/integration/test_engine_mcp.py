@@ -136,6 +136,21 @@ def test_a_destructive_tool_whose_server_died_is_not_repeated(tmp_path: Path) ->
     run(opened(tmp_path), check)
 
 
+def test_a_rollback_finds_the_tool_that_undoes_another_one(tmp_path: Path) -> None:
+    async def check(engine: Engine) -> None:
+        await engine.goals.start("acme", "g")
+        create = calling("create_note", text="hello")
+        await engine.request(**create, service="test", goal_id="g", timeout_s=HANG_GUARD_S)
+        await engine.goals.rollback("g#1")
+        await until(lambda: "delete_note note-7" in calls(tmp_path))
+        [taken] = await engine.decisions.list(decided=True)
+        assert (taken.kind, taken.choice, taken.by) == ("reversal", "test/delete_note", "rule")
+        offered = {one["name"]: one for one in taken.question.facts["tools"]}
+        assert offered["test/delete_note"]["annotations"] == {"destructive_hint": True}
+
+    run(opened(tmp_path), check)
+
+
 def test_hints_of_a_tool_say_whether_a_rollback_can_undo_its_call(tmp_path: Path) -> None:
     async def check(engine: Engine) -> None:
         await engine.goals.start("acme", "g")

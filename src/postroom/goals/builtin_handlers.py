@@ -25,6 +25,7 @@ from postroom.goals.graph.branches import Node
 from postroom.goals.graph.graph import Graphs, View
 from postroom.goals.internal import WORK
 from postroom.goals.recovery import Recovery
+from postroom.goals.reversals import Reversals
 from postroom.stores.transaction import Transaction
 
 FOUND_MAX: Final = 100
@@ -82,6 +83,7 @@ class BuiltIn:
         recovery: Recovery,
         hooks: Hooks,
         dead_letters: AdvisedDeadLetters,
+        reversals: Reversals,
     ) -> None:
         self._commits = core.commits
         self._handlers = core.handlers
@@ -90,6 +92,7 @@ class BuiltIn:
         self._graphs = graphs
         self._recovery = recovery
         self._dead_letters = dead_letters
+        self._reversals = reversals
 
     def register(self) -> None:
         """Register the handlers. A handler of the application replaces the one for memory."""
@@ -203,6 +206,8 @@ class BuiltIn:
                 await self._recovery.failed(payload["goal_id"], payload["message_id"])
             case "recover":
                 await self._recovery.recover(payload["decision_id"])
+            case "reversals":
+                await self._reversals.find(payload["goal_id"])
             case "dead_letters":
                 await self._follow(payload["decision_id"])
             case "release":

@@ -182,6 +182,9 @@ def _apply(transaction: Transaction, policy: Policy, decision: Decision) -> None
                 internal.go_on(transaction, policy, org_id, "complete", goal_id=subject["goal_id"])
         case "reversal_class":
             _classify(transaction, subject["goal_id"], subject["effects"], decision.choice)
+        case "reversal":
+            for note_reversal in on_reversal:
+                note_reversal(transaction, policy, decision)
         case "dead_letter":
             _treat_dead_letters(transaction, policy, decision)
         case "conflict":
@@ -210,6 +213,8 @@ def _classify(transaction: Transaction, goal_id: str, numbers: list[int], choice
             EFFECTS.put(transaction, replace(effect, reversal_class=choice), goal_id, number)
 
 
+on_reversal: Final[list[Callable[[Transaction, Policy, Decision], None]]] = []
+"""It was decided which tool undoes an effect."""
 on_ruling: Final[list[Callable[[Transaction, Policy, Decision], None]]] = []
 """A conflict was decided."""
 

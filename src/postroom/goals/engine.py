@@ -34,6 +34,7 @@ from postroom.goals.graph.falkordb import FalkorGraph
 from postroom.goals.graph.graph import Graph, Graphs, LedgerGraph, View
 from postroom.goals.operation_registry import Conflicts
 from postroom.goals.recovery import Recovery
+from postroom.goals.reversals import Reversals
 from postroom.sandbox.pools import BorrowedSandbox, Sandboxes
 from postroom.sandbox.sandbox import BlockingSandbox
 from postroom.stores.memory import MemoryStore
@@ -205,18 +206,19 @@ class Engine(GlobalQueue):
         place = FalkorGraph(graph) if isinstance(graph, str) else graph
         self._place = LedgerGraph(commits) if place is None else place
         self.dlq = AdvisedDeadLetters(commits)
-        self.goals = Goals(commits, self.core.wakeups, self._place)
+        reversals = Reversals(self.core, lambda: self.mcp_servers)
+        self.goals = Goals(commits, self.core.wakeups, self._place, reversals)
         self.graph = Graphs(self._place, self.goals)
         self.decisions = Decisions(commits)
         self.conflicts = Conflicts(commits)
-        self.recovery = Recovery(commits, self.goals)
+        self.recovery = Recovery(commits, self.goals, reversals)
         self.sandboxes = Sandboxes(commits)
         """Warm sandboxes of the agents in this process."""
         self.context_provider: ContextProvider = GoalContextProvider(commits, self.graph)
         """Builds the context of a message. An application may set its own."""
         self.hooks = Hooks()
         self.blocking: BlockingEngine = BlockingEngine(self)
-        BuiltIn(self.core, self.goals, self.graph, self.recovery, self.hooks, self.dlq).register()
+        BuiltIn(self.core, self.goals, self.graph, self.recovery, self.hooks, self.dlq, reversals).register()
         additions = self.core.additions
         additions.new_context = partial(HandlerContext, self)
         additions.keeps_priority = partial(keeps_priority, self.core.commits)

@@ -67,6 +67,10 @@ class GoalEffect(msgspec.Struct, frozen=True, omit_defaults=True):
     reversal_class: ReversalClass | Literal[""]
     """Empty until the adviser is asked, which is when a rollback needs to know."""
     reversal: dict[str, Any] | None = None
+    is_open: bool = False
+    """Whether its handler gave no class, so that a reversal may be looked for."""
+    decision_id: str = ""
+    """The decision about its reversal."""
 
 
 class Rollback(msgspec.Struct, frozen=True, omit_defaults=True):

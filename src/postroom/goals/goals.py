@@ -28,7 +28,7 @@ from postroom.errors import (
 )
 from postroom.goals import decisions, progress, rollback
 from postroom.goals.advisers.facts import context_of_goal
-from postroom.goals.advisers.questions import classify, context_of
+from postroom.goals.advisers.questions import context_of
 from postroom.goals.goal_cells import (
     CHECKPOINTS,
     CHOICES,
@@ -49,6 +49,7 @@ from postroom.goals.goal_cells import (
 from postroom.goals.graph import branches
 from postroom.goals.graph.branches import NodeConflict
 from postroom.goals.graph.graph import Graph
+from postroom.goals.reversals import Reversals
 from postroom.goals.rollback import goal_of
 from postroom.stores.transaction import Transaction
 
@@ -89,8 +90,9 @@ Questions: TypeAlias = list[Decision]
 class Goals:
     """`engine.goals`."""
 
-    def __init__(self, commits: Commits, wakeups: Wakeups, graph: Graph) -> None:
+    def __init__(self, commits: Commits, wakeups: Wakeups, graph: Graph, reversals: Reversals) -> None:
         self._commits = commits
+        self._reversals = reversals
         self._wakeups = wakeups
         self._graph = graph
 
@@ -254,7 +256,7 @@ class Goals:
         """
         accepted = checked_keys(accept_irreversible)
         policy = self._commits.policy
-        await classify(self._commits, rollback.goal_id_of(checkpoint_id))
+        await self._reversals.find(rollback.goal_id_of(checkpoint_id))
         checkpoint = await self._write(
             lambda transaction: rollback.begin(
                 transaction,

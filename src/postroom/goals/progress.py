@@ -6,7 +6,7 @@ Rule 2: only goals that were started are tracked. A message whose goal was not n
 """
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from msgspec.structs import replace
 
@@ -211,16 +211,17 @@ def effect_begun(
     if goal is None or goal.ended_us:
         return intent
     undo = checked_reversal(intent.reversal)
-    given: str = reversal_class or ""
+    given: ReversalClass | Literal[""] = reversal_class or ""
     if not given and not (policy.has_model and undo is not None):
         asked = advice.question("reversal_class", {"key": key, "has_reversal": undo is not None})
-        given = advice.advise(asked).choice
+        given = advice.advise(asked).choice  # type: ignore[assignment]
     if given in ("IRREVERSIBLE", ""):
         take(transaction, goal_id, goal, "irreversible", message_id)
         goal = STATES.get(transaction, goal_id) or goal
     number = goal.effects + 1
     STATES.put(transaction, replace(goal, effects=number), goal_id)
-    EFFECTS.put(transaction, GoalEffect(message_id, key, given, undo), goal_id, number)  # type: ignore[arg-type]
+    effect = GoalEffect(message_id, key, given, undo, is_open=reversal_class is None)
+    EFFECTS.put(transaction, effect, goal_id, number)
     return replace(intent, number=number)
 
 

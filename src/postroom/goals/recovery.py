@@ -18,7 +18,6 @@ from postroom.engine.rules.cells import SEPARATOR
 from postroom.errors import GoalEnded, InvalidMessage, InvalidSetting, ValidationError
 from postroom.goals import decisions, internal, rollback
 from postroom.goals.advisers.facts import of_message
-from postroom.goals.advisers.questions import classify
 from postroom.goals.goal_cells import (
     CHECKPOINTS,
     MESSAGES,
@@ -33,6 +32,7 @@ from postroom.goals.goal_cells import (
     Rollback,
 )
 from postroom.goals.goals import Goals
+from postroom.goals.reversals import Reversals
 from postroom.goals.rollback import goal_of, is_undone, later_effects
 from postroom.stores.transaction import Transaction
 
@@ -50,8 +50,9 @@ TOOL_CHARS_MAX: Final = 400  # of the description of a tool in a question
 class Recovery:
     """The recovery tools of an engine."""
 
-    def __init__(self, commits: Commits, goals: Goals) -> None:
+    def __init__(self, commits: Commits, goals: Goals, reversals: Reversals) -> None:
         self._commits = commits
+        self._reversals = reversals
         self._goals = goals
         self.registered: dict[str, Callable[..., Any]] = {}
         self._built_in: dict[str, Callable[..., Any]] = {
@@ -79,7 +80,7 @@ class Recovery:
     async def failed(self, goal_id: str, message_id: str) -> None:
         """Ask what to do about a step of a goal that is a dead letter."""
         tools = {name: described(run) for name, run in self.tools.items()}
-        await classify(self._commits, goal_id)
+        await self._reversals.find(goal_id)
 
         def work(transaction: Transaction) -> Decision | None:
             return self._ask(transaction, goal_id, message_id, tools)

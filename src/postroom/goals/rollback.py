@@ -248,6 +248,7 @@ def _send_compensations(
             "type": effect.reversal["type"],
             "org_id": goal.org_id,
             "payload": effect.reversal["payload"],
+            "service": effect.reversal.get("service", ""),
             "priority": 1,
             "goal_id": goal_id,
             "parent_message_id": effect.message_id,

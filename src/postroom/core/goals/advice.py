@@ -12,7 +12,7 @@ import msgspec
 from postroom.errors import InvalidMessage
 
 QuestionKind: TypeAlias = Literal[
-    "demotion", "recovery", "reversal_class", "merge", "conflict", "dead_letter"
+    "demotion", "recovery", "reversal_class", "reversal", "merge", "conflict", "dead_letter"
 ]
 ReversalClass: TypeAlias = Literal["REVERSIBLE", "COMPENSATABLE", "IRREVERSIBLE"]
 REVERSAL_CLASSES: Final[tuple[ReversalClass, ...]] = get_args(ReversalClass)
@@ -22,11 +22,13 @@ LEARNED_AFTER: Final = 5
 ROLLBACK: Final = "rollback_to_checkpoint"
 RESTART: Final = "restart_entire_goal"
 PERSON: Final = "person"
+NO_TOOL: Final = "none"
 
 OPTIONS: Final[dict[QuestionKind, tuple[str, ...]]] = {
     "demotion": ("demote", "keep"),
     "recovery": (ROLLBACK, RESTART, PERSON),
     "reversal_class": REVERSAL_CLASSES,
+    "reversal": (NO_TOOL,),
     "merge": ("branch", "main", "base"),
     "conflict": ("run", "wait", "merge", "cancel", "escalate"),
     "dead_letter": ("keep", "replay", "purge", "hold"),
@@ -35,6 +37,7 @@ ASKS: Final[dict[QuestionKind, str]] = {
     "demotion": "A message failed and is tried again. Does it keep its priority?",
     "recovery": "A step of a goal failed for good. Which tool goes on with the goal, or does a person?",
     "reversal_class": "Can this effect be undone, undone with something left visible, or not at all?",
+    "reversal": "Which of these tools undoes this effect? Its arguments may only have values of the effect.",
     "merge": "A goal and main changed the same property. Whose value stays?",
     "conflict": "A message works on what another message works on now. What happens to it?",
     "dead_letter": "Messages of one type failed for good with one error. What happens to them? With hold, "
@@ -45,6 +48,7 @@ SAFE: Final[dict[QuestionKind, str]] = {
     "demotion": "demote",
     "recovery": PERSON,
     "reversal_class": "IRREVERSIBLE",
+    "reversal": NO_TOOL,
     "merge": "main",
     "conflict": "wait",
     "dead_letter": "keep",
@@ -125,7 +129,7 @@ def advise(asked: Question) -> Advice:
     return Advice(asked.default, 1.0, f"{found.choice} is not offered: the safe default")
 
 
-def _ruled(asked: Question) -> Advice:
+def _ruled(asked: Question) -> Advice:  # noqa: PLR0911 - one case for each kind
     match asked.kind:
         case "demotion":
             kept = Advice("keep", 1.0, "the message says in its metadata that it is critical")
@@ -135,6 +139,8 @@ def _ruled(asked: Question) -> Advice:
             return _recovery(asked)
         case "reversal_class":
             return _reversal_class(asked.facts)
+        case "reversal":
+            return _reversal(asked.facts)
         case "merge":
             return Advice("branch", 1.0, "the goal that completes last wins over the older value of main")
         case "conflict":
@@ -164,6 +170,12 @@ def _reversal_class(facts: dict[str, Any]) -> Advice:
     return Advice("REVERSIBLE", 1.0, "a reversal is known")
 
 
+def _reversal(facts: dict[str, Any]) -> Advice:
+    if facts.get("match"):
+        return Advice(facts["match"], facts["match_confidence"], "its name is that of the opposite")
+    return Advice(NO_TOOL, 1.0, "no tool has the name of the opposite and takes what the effect returned")
+
+
 def _conflict(facts: dict[str, Any]) -> Advice:
     asked_for = facts.get("on_conflict")
     if asked_for == "merge" and facts.get("same_work"):
@@ -189,4 +201,7 @@ def checked_reversal(reversal: object) -> dict[str, Any] | None:
         raise InvalidMessage('reversal must be {"type": …, "payload": …}: the message that undoes the effect')
     if not isinstance(reversal.get("payload", {}), dict):
         raise InvalidMessage("the payload of a reversal must be a JSON object")
-    return {"type": reversal["type"], "payload": reversal.get("payload", {})}
+    service = reversal.get("service", "")
+    if not isinstance(service, str):
+        raise InvalidMessage("the service of a reversal must be text")
+    return {"type": reversal["type"], "payload": reversal.get("payload", {}), "service": service}

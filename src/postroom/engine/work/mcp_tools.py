@@ -105,6 +105,12 @@ class McpServer:
             self._task.cancel()
         self._client = None
 
+    async def tools(self) -> dict[str, Any]:
+        """The tools of the server by name, as its last connection listed them. Raises `Unavailable`."""
+        if not self._tools:
+            await self._connected()
+        return self._tools
+
     async def close(self) -> None:
         """Close the connection; a command ends with it."""
         task, self._task, self._client = self._task, None, None
@@ -172,10 +178,11 @@ class McpServer:
         return _result(answer)
 
 
-def _reversal_class(hints: Any) -> Literal["COMPENSATABLE", "IRREVERSIBLE"]:
-    """Without a hint a tool counts as destructive, as the specification of MCP says."""
-    is_additive = hints is not None and hints.destructive_hint is False
-    return "COMPENSATABLE" if is_additive else "IRREVERSIBLE"
+def _reversal_class(hints: Any) -> Literal["COMPENSATABLE", "IRREVERSIBLE"] | None:
+    """Without a hint the rules decide, and a rollback may find a tool that undoes the call."""
+    if hints is None or hints.destructive_hint is None:
+        return None
+    return "IRREVERSIBLE" if hints.destructive_hint else "COMPENSATABLE"
 
 
 async def _listed(client: Any) -> dict[str, Any]:
@@ -230,7 +237,7 @@ class McpServers:
     """The MCP servers of an engine."""
 
     def __init__(self) -> None:
-        self._servers: dict[str, McpServer] = {}
+        self.by_name: dict[str, McpServer] = {}
 
     def add(
         self,
@@ -243,18 +250,18 @@ class McpServers:
         """Note a server. Its `handle` is the handler of its tools."""
         if not isinstance(name, str) or not is_name(name):
             raise InvalidSetting(f"the name of an MCP server must be a name, not {shown(name)}")
-        if name in self._servers:
+        if name in self.by_name:
             raise InvalidSetting(f"there is an MCP server {name} already")
         if (command is None) == (url is None) or isinstance(command, str) or command == []:
             raise InvalidSetting("an MCP server has a command, a list of texts, or a url: one of them")
         _check_installed()
         server = McpServer(name, list(command or ()), url or "", headers or {}, env or {})
-        self._servers[name] = server
+        self.by_name[name] = server
         return server
 
     async def close(self) -> None:
         """Close all connections."""
-        for server in self._servers.values():
+        for server in self.by_name.values():
             await server.close()
 
 

@@ -28,7 +28,7 @@ from postroom.goals.advisers.adviser import Adviser
 from postroom.system.handles import reset_after_fork
 
 FACTS_CHARS_MAX: Final = 16_000
-FACT_CHARS_MAX: Final = 2_000
+FACT_CHARS_MAX: Final = 8_000
 ANSWER_BYTES_MAX: Final = 256 * 1024
 REASONING_CHARS_MAX: Final = 2_000
 ARGUMENTS_BYTES_MAX: Final = 16 * 1024

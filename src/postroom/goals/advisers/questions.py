@@ -1,23 +1,20 @@
 """Questions to the adviser whose answers a running handler or a worker waits for."""
 
-from typing import Any, Final
+from typing import Any
 
 from postroom.core.goals import advice
 from postroom.core.goals.advice import Advice, Question
 from postroom.engine.commits import Commits
 from postroom.engine.messages import Message
-from postroom.engine.rules.cells import EFFECTS as OUTCOMES
 from postroom.errors import Unavailable, UnknownGoal
 from postroom.goals import decisions, rollback
 from postroom.goals.advisers.adviser import asked
-from postroom.goals.advisers.facts import of_message, quoted
-from postroom.goals.goal_cells import CONTEXTS, PROMPTS, STATES, DecidedBy
+from postroom.goals.advisers.facts import of_message
+from postroom.goals.goal_cells import CONTEXTS, PROMPTS, DecidedBy
 from postroom.stores.transaction import Transaction
 from postroom.system.log import library_log
 
 _log = library_log("postroom.engine")
-
-CLASSES_ASKED_MAX: Final = 50
 
 
 async def keeps_priority(commits: Commits, message: Message, error: BaseException) -> bool:
@@ -38,39 +35,6 @@ async def keeps_priority(commits: Commits, message: Message, error: BaseExceptio
     question = advice.question("demotion", facts, pattern=pattern)
     subject = {"message_id": message.message_id}
     return (await decided_at_once(commits, question, message.org_id, subject)).choice == "keep"
-
-
-async def classify(commits: Commits, goal_id: str) -> None:
-    """Ask the adviser for the class of effects that have none. Effects of one pattern are one question."""
-    for question, org_id, subject in await commits.read(
-        lambda operations: _class_questions(operations.transaction, goal_id)
-    ):
-        await decided_at_once(commits, question, org_id, subject)
-
-
-def _class_questions(transaction: Transaction, goal_id: str) -> list[tuple[Question, str, dict[str, Any]]]:
-    goal = STATES.get(transaction, goal_id) if goal_id.isprintable() else None
-    found: dict[str, tuple[Question, str, dict[str, Any]]] = {}
-    for number, effect in rollback.effects_of(transaction, goal_id) if goal is not None else ():
-        stored = None if effect.reversal_class else transaction.records.load(effect.message_id)
-        if goal is None or stored is None:
-            continue
-        pattern = f"{stored.envelope.type} {effect.key}"
-        if pattern in found:
-            found[pattern][2]["effects"].append(number)
-        elif len(found) < CLASSES_ASKED_MAX:
-            outcome = OUTCOMES.get(transaction, effect.message_id, effect.key)
-            facts = {
-                "key": effect.key,
-                "type": stored.envelope.type,
-                "has_reversal": True,
-                "reversal": effect.reversal,
-                "outcome": None if outcome is None else quoted(outcome.outcome),
-                **of_message(transaction, stored),
-            }
-            subject = {"goal_id": goal_id, "message_id": effect.message_id, "effects": [number]}
-            found[pattern] = advice.question("reversal_class", facts, pattern=pattern), goal.org_id, subject
-    return [*found.values()]
 
 
 async def decided_at_once(
