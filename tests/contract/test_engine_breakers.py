@@ -1,6 +1,7 @@
 """What breakers promise to organizations that share a service."""
 
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,29 @@ def test_p0_message_to_an_open_service_fails_at_once(rule: Breaker, p0: str, oth
     if p0 == "DEAD_LETTER":
         assert world.wait(world.engine.get(urgent.message_id)).errors[-1]["error_type"] == "BreakerOpen"
     world.close()
+
+
+@pytest.mark.statement("explain")
+def test_explanation_says_first_what_comes_first(world: EngineUnderTest) -> None:
+    fail_calls(world, 5)
+    now = datetime.fromtimestamp(world.engine.store.wall_us() / 1e6, UTC)
+    soon, late = (
+        world.submit(expires_at=(now + timedelta(seconds=left_s)).isoformat()) for left_s in (2, 3_600)
+    )
+    for state in ("QUEUED", "SCHEDULED"):  # before and after a worker has looked at them
+        assert (world.state(soon), world.state(late)) == (state, state)
+        said = world.wait(soon.explain())
+        assert "expires in 2 s, before anything else changes: " in said
+        assert "slack" in said
+        said = world.wait(late.explain())
+        assert "slack" in said.partition("It expires in 3600 s.")[0]
+        world.run_all()
+
+
+def test_explanation_names_every_rule_that_holds_a_message(world: EngineUnderTest) -> None:
+    fail_calls(world, 5)
+    held = world.submit()
+    world.wait(world.engine.pause(org_id="acme"))
+    said = world.wait(held.explain())
+    assert "the breaker of service slack is open. A probe is allowed in 300 s." in said
+    assert "Also, every type of organization acme is paused. It runs after a resume." in said
