@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from postroom.core.formats.queuewire import TOPICS
     from postroom.core.goals.advice import Advice
     from postroom.engine import (
+        NEVER,
         AgentRules,
         Backpressure,
         Breaker,
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_BODY_THRESHOLD",
+    "NEVER",
     "TOPICS",
     "Advice",
     "Adviser",
@@ -137,7 +139,7 @@ _NAMES_OF = {
     "contracts.tasks.tasks": "Tasks",
     "core.formats.queuewire": "TOPICS",
     "core.goals.advice": "Advice",
-    "engine": "AgentRules Backpressure Breaker Coordinator Guard Handle Organization Policy Retry",
+    "engine": "NEVER AgentRules Backpressure Breaker Coordinator Guard Handle Organization Policy Retry",
     "goals.advisers.adviser": "Adviser RuleAdviser",
     "goals.advisers.http_adviser": "HttpAdviser",
     "goals.engine": "Engine",

@@ -11,13 +11,14 @@ the layers above add to an engine.
 from postroom.core.agents import AgentRules
 from postroom.core.lifecycle.backpressure import Backpressure
 from postroom.core.lifecycle.breaker import Breaker
-from postroom.core.lifecycle.retry import Retry
+from postroom.core.lifecycle.retry import NEVER, Retry
 from postroom.engine.agents.coordinator import Coordinator
 from postroom.engine.global_queue import GlobalQueue
 from postroom.engine.handle import Handle
 from postroom.engine.rules.policy import Guard, Organization, Policy
 
 __all__ = [
+    "NEVER",
     "AgentRules",
     "Backpressure",
     "Breaker",

@@ -315,12 +315,16 @@ def fail(
     error_type: str = "",
     delay_ns: int | None = 0,
     lane: int | None = None,
+    max_retries: int | None = None,
 ) -> Step | None:
-    """The work failed. The record is retried after `delay_ns` (None: never), in `lane` when given."""
+    """The work failed. The record is retried after `delay_ns` (None: never), in `lane` when given.
+
+    `max_retries` takes the place of the number that the record has.
+    """
     if not _holds(record, moment, token, ("QUEUED", "RETRYING", "DEAD_LETTER")):
         return None
     counted = replace(record, retries=record.retries + 1, crashes=poison.after_attempt(record.crashes))
-    return _failed(counted, moment, "fail", error, error_type, delay_ns, lane=lane)
+    return _failed(counted, moment, "fail", error, error_type, delay_ns, lane=lane, max_retries=max_retries)
 
 
 def lapse(record: Record, moment: Moment, error: str = LAPSED, error_type: str = "LeaseLapsed") -> Step:
@@ -349,6 +353,7 @@ def _failed(
     delay_ns: int | None,
     token_after: int | None = None,
     lane: int | None = None,
+    max_retries: int | None = None,
 ) -> Step:
     kind = _kind_of(verb, record, "FAILED")
     token = record.lease if token_after is None else token_after
@@ -363,7 +368,7 @@ def _failed(
         error_type=error_type,
         error=error[:ERROR_CHARS_MAX],
     )
-    if delay_ns is None or failed.retries > failed.max_retries:
+    if delay_ns is None or failed.retries > (failed.max_retries if max_retries is None else max_retries):
         kind = _kind_of("bury", failed, "DEAD_LETTER")
         after = replace(failed, state="DEAD_LETTER", ended_us=moment.wall_us)
         dead = _event(kind, after, moment, 1, error_type=happened.error_type, error=happened.error)

@@ -58,6 +58,11 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return round(seconds * (1 + self.jitter * spread) * NANOS_PER_S)
 
 
+NEVER: Final = Retry(max_retries=0)
+"""The rule of an error that another attempt would meet again, by the fault of the message or its sender. It
+is no failure of a service, either, which `Retry(max_retries=0)` does not say."""
+
+
 def demoted(priority: int, retries: int) -> int:
     """The lane of a retry: one level below the accepted priority for each failure, down to the last lane."""
     return min(priority + retries, LANE_LAST)

@@ -52,6 +52,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """A failure that is not retried."""
     retry_in_s: float | None = None
     """When a failure is retried; None leaves it to the rule of the type."""
+    max_retries: int | None = None
+    """How many retries the rule of the handler or of the error allows; None leaves it to the message."""
     keeps_priority: bool = False
     spread: float = 0.0
     """A random number from 0 to 1, for the jitter."""
@@ -208,7 +210,7 @@ class Outcomes:
             lane = record.lane if outcome.keeps_priority else demoted(record.priority, record.retries + 1)
             step = lifecycle.fail(
                 record, moment, outcome.lease, outcome.error,
-                error_type=outcome.error_type, delay_ns=delay_ns, lane=lane,
+                error_type=outcome.error_type, delay_ns=delay_ns, lane=lane, max_retries=outcome.max_retries,
             )  # fmt: skip
             if step is None or outcome.service is None:
                 return step

@@ -148,6 +148,24 @@ def retry_rule(whose: str, given: object) -> Retry:
         raise InvalidSetting(f"{whose}: {field_fault(error, 'it', Retry)}, in {shown(given)}") from None
 
 
+ErrorName: TypeAlias = type[BaseException] | str
+"""A class of errors, or its dotted name, such as "openai.RateLimitError"."""
+
+
+def _check_errors(errors: object) -> None:
+    if not isinstance(errors, Mapping):
+        raise InvalidSetting(f"errors must be an object of rules by class, not {shown(errors)}")
+    for name, rule in errors.items():
+        is_class = isinstance(name, type) and issubclass(name, BaseException)
+        parts = name.split(".") if isinstance(name, str) else []
+        if not is_class and not (len(parts) > 1 and all(part.isidentifier() for part in parts)):
+            raise InvalidSetting(
+                f'errors names a class, or its dotted name such as "builtins.TimeoutError", not {shown(name)}'
+            )
+        if not isinstance(rule, Retry):
+            raise InvalidSetting(f"errors must have NEVER or a Retry for {shown(name)}, not {shown(rule)}")
+
+
 KeepPriority: TypeAlias = Callable[[Any, BaseException], bool]
 """Called with a message and the error of its handler: True keeps the priority of the retry."""
 
@@ -159,6 +177,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """How long a message waits until it is promoted: from P1 to P0, from P2 to P1, from P3 to P2."""
     retries: Mapping[str, Retry | Mapping[str, Any]] = {}
     """By message type, in place of the default ones: a `Retry`, or an object of its fields."""
+    errors: Mapping[ErrorName, Retry] = {}
+    """By the class of an error or of its cause, in place of the rule of the type: a `Retry`, or `NEVER`."""
     backpressure: Backpressure = Backpressure()
     breaker: Breaker = Breaker()
     breakers: Mapping[str, Breaker] = {}
@@ -194,7 +214,8 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     """Derived from `tokens`; None without budgets."""
 
     def __post_init__(self) -> None:
-        fit_fields(self, besides=("retries", "keep_priority", "tokens", "token_rules"))
+        fit_fields(self, besides=("retries", "errors", "keep_priority", "tokens", "token_rules"))
+        _check_errors(self.errors)
         if not isinstance(self.retries, Mapping):
             raise InvalidSetting(f"retries must be an object of rules by type, not {shown(self.retries)}")
         retries = {name: retry_rule(f"retries of {name}", rule) for name, rule in self.retries.items()}

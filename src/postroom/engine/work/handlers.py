@@ -11,12 +11,14 @@ import msgspec
 from postroom.calls.fields import DELAY_S_MAX, RESULT_BYTES_MAX
 from postroom.contracts.tasks.task_input import checked_text, encoded
 from postroom.core.lifecycle.lifecycle import ERROR_CHARS_MAX
-from postroom.core.lifecycle.retry import RATE_LIMIT_S, Retry
+from postroom.core.lifecycle.retry import NEVER, RATE_LIMIT_S, Retry
 from postroom.engine.messages import Message
 from postroom.engine.rules.breakers import Service, service_called
 from postroom.engine.rules.claims import Claimed
 from postroom.engine.rules.outcomes import Outcome, Usage
+from postroom.engine.rules.policy import Policy
 from postroom.engine.rules.routes import Route, chosen, tool_of
+from postroom.engine.work.error_rules import rule_of
 from postroom.errors import (
     Bounced,
     EffectUnknown,
@@ -248,14 +250,18 @@ def failed(
     keeps_priority: bool = False,
     error_type: str = "",
     usage: Usage | None = None,
+    policy: Policy | None = None,
 ) -> Outcome:
-    """The handler raised."""
-    record = claimed.record
-    is_final = isinstance(error, _FINAL) or handler is None
-    retry = None if handler is None else handler.retry
-    retry_in_s = _retry_in_s(error)
-    if retry is not None and not is_final:
-        is_final = record.retries + 1 > retry.max_retries
+    """The handler raised. `policy` has the rules of errors."""
+    record, known = claimed.record, (*_FINAL, RateLimited, Overloaded)
+    rule = None if policy is None else rule_of(error, policy.errors, with_causes=not isinstance(error, known))
+    is_final = handler is None or (isinstance(error, _FINAL) if rule is None else rule is NEVER)
+    retry = handler.retry if rule is None and handler is not None else rule
+    retry_in_s = _retry_in_s(error, has_rule=rule is not None)
+    most = None
+    if retry is not None:
+        is_default = policy is None or record.max_retries == policy.retry_of(claimed.type).max_retries
+        most = retry.max_retries if is_default else min(retry.max_retries, record.max_retries)
         if retry_in_s is None:
             retry_in_s = retry.delay_ns(record.retries, spread) / 1e9
     return Outcome(
@@ -267,11 +273,12 @@ def failed(
         error_type=error_type or type(error).__name__,
         is_final=is_final,
         retry_in_s=retry_in_s,
+        max_retries=most,
         keeps_priority=keeps_priority,
         spread=spread,
         type=claimed.type,
         service=None if handler is None else service_of(claimed, handler),
-        counts_for_breaker=_is_of_service(error),
+        counts_for_breaker=rule is not NEVER and _is_of_service(error),
         body=claimed.body,
         usage=usage,
         grant=claimed.grant,
@@ -316,22 +323,22 @@ def _text_of(error: BaseException) -> str:
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
-def _retry_in_s(error: BaseException) -> float | None:
+def _retry_in_s(error: BaseException, *, has_rule: bool) -> float | None:
     """When the service asks to be called again; None leaves it to the retry rule."""
-    asked_s = _asked_s(error)
+    asked_s = _asked_s(error, None if has_rule else RATE_LIMIT_S)
     if asked_s is None:
         return None
     return min(max(asked_s, 0.0), DELAY_S_MAX) if math.isfinite(asked_s) else RATE_LIMIT_S
 
 
-def _asked_s(error: BaseException) -> float | None:
+def _asked_s(error: BaseException, default_s: float | None) -> float | None:
     if isinstance(error, Overloaded):
         return error.retry_after
     after = getattr(error, "retry_after_s", None)
     if after is None:
         after = getattr(error, "retry_after", None)
     if isinstance(error, RateLimited) or getattr(error, "status_code", None) == TOO_MANY_REQUESTS:
-        return float(after) if isinstance(after, int | float) else RATE_LIMIT_S
+        return float(after) if isinstance(after, int | float) else default_s
     return None
 
 

@@ -409,7 +409,8 @@ class Worker:
     ) -> Outcome:
         """A failure whose retry keeps its priority when the adviser says so."""
         keeps_priority = self._core.additions.keeps_priority
-        is_retried = outcome.kind == "failed" and not outcome.is_final and record.retries < record.max_retries
+        most = record.max_retries if outcome.max_retries is None else outcome.max_retries
+        is_retried = outcome.kind == "failed" and not outcome.is_final and record.retries < most
         sinks = demoted(record.priority, record.retries + 1) != record.lane
         if keeps_priority is None or message is None or outcome.keeps_priority or not (is_retried and sinks):
             return outcome
@@ -432,7 +433,7 @@ class Worker:
         outcome = failed(
             claimed, handler, error, spread=self._random.random(),
             keeps_priority=bool(keeps and keep is not None and keep(message, error)),
-            usage=None if context is None else context.used,
+            usage=None if context is None else context.used, policy=self._core.policy,
         )  # fmt: skip
         _log.info("message %s: the traceback of its error", outcome.message_id, exc_info=error)
         return outcome
