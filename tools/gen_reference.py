@@ -38,6 +38,7 @@ from postroom.server.http.openapi import body_name
 from postroom.server.nats import server
 from postroom.server.routes.table import ROUTES, openapi
 from postroom.settings import (
+    AlertSettings,
     AuditSettings,
     BusSettings,
     EncryptionSettings,
@@ -278,6 +279,7 @@ KIND_MEANINGS: dict[EventKind, str] = {
     "receipt": "a message to an agent was stored, fetched, shown or acted on; `detail` has `receipt`",
     "bounced": "a message or an answer cannot reach its agent; `error` says why",
     "alert": "an operator should look",
+    "alert_sent": "a sink accepted the notice of an alert; `detail` has `alert`, `status` and `sink`",
 }
 
 AUDIT_FIELD_MEANINGS = {
@@ -434,6 +436,7 @@ def settings_page() -> str:
         table("queue", QueueSettings),
         table("audit", AuditSettings),
         table("up", UpSettings),
+        table("alerts", AlertSettings),
         table("encryption", EncryptionSettings),
     ]
     return "\n".join([SETTINGS_HEAD, *tables])

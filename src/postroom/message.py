@@ -65,6 +65,11 @@ ENGINE_PREFIX = "org:"
 """The queue of an organization is named by this prefix and its id. No agent has such a name."""
 
 
+def queue_of(org_id: str) -> str:
+    """The queue of an organization; empty for all of them."""
+    return ENGINE_PREFIX + org_id if org_id else ""
+
+
 def org_of(queue: str) -> str:
     """The organization that a queue belongs to; empty for the queue of an agent."""
     return queue.removeprefix(ENGINE_PREFIX) if queue.startswith(ENGINE_PREFIX) else ""
@@ -124,6 +129,7 @@ EventKind = Literal[
     "receipt",
     "bounced",
     "alert",
+    "alert_sent",
 ]
 """The kinds of events, for every contract."""
 
@@ -259,6 +265,33 @@ class Moment(msgspec.Struct, frozen=True, gc=False):
     """The store's own clock, which never steps."""
     wall_us: int
     """UTC, for people."""
+
+
+class Alert(msgspec.Struct, frozen=True, kw_only=True):
+    """What a person is told of: events of level alert with one name, of one organization. Times are UTC."""
+
+    name: str
+    org_id: str = ""
+    place: str = ""
+    """The server whose condition it is; empty for an event of the store."""
+    text: str
+    first_us: int
+    last_us: int
+    count: int = 1
+    """How often it was raised since it began."""
+    resolved_us: int = 0
+    """When it was over; 0 while it goes on."""
+    told_us: int = 0
+    """When the newest notice was made."""
+    notice: int = 1
+    """The number of the newest notice."""
+    sent: dict[str, int] = {}
+    """The number of the notice that each sink accepted last."""
+    tries: int = 0
+    next_us: int = 0
+    """When the newest notice is sent again."""
+    error: str = ""
+    """Why a sink did not accept it."""
 
 
 class Stored(msgspec.Struct, frozen=True):

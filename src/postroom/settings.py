@@ -186,6 +186,28 @@ class AuditSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "slow"
 
 
+class AlertSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The `[alerts]` table."""
+
+    webhook: Annotated[
+        Annotated[str, Meta(pattern="^https?://[^/]")] | None,
+        _wants("a URL that begins with http:// or https://"),
+        "Where alerts are posted to, as JSON. It is tried again until the answer is a success.",
+        "POSTROOM_ALERTS_WEBHOOK",
+    ] = None
+    secret_file: Annotated[
+        Path | None,
+        "A file with the secret that signs what is posted: the header `X-Postroom-Signature` has the "
+        "HMAC-SHA256 of the body.",
+        "POSTROOM_ALERTS_SECRET_FILE",
+    ] = None
+    command: Annotated[
+        list[str],
+        _wants("a list of a program and its arguments"),
+        "A program that gets each alert, as JSON on its standard input. It is run again until it succeeds.",
+    ] = []
+
+
 class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The `[up]` table."""
 
@@ -273,6 +295,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     queue: QueueSettings
     audit: AuditSettings
     up: UpSettings
+    alerts: AlertSettings
     encryption: EncryptionSettings
 
 
@@ -281,6 +304,7 @@ Table: TypeAlias = (
     | type[QueueSettings]
     | type[AuditSettings]
     | type[UpSettings]
+    | type[AlertSettings]
     | type[EncryptionSettings]
 )
 

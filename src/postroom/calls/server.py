@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from postroom.calls.fields import BUS_POST_BYTES_MAX, PAGE_DEFAULT, Name, Number, Page, Scope
 from postroom.calls.verb import EVENT_STREAM, TEXT, Route, Verb, get, post
-from postroom.message import BusMessage
+from postroom.message import Alert, BusMessage
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True):
@@ -29,6 +29,12 @@ class ReadMetrics(Verb, frozen=True, kw_only=True):
     """Metrics for Prometheus."""
 
     route: ClassVar[Route] = get("/metrics", "server.measure", others={200: TEXT})
+
+
+class ListAlerts(Verb, frozen=True, kw_only=True):
+    """Alerts that go on, and those that were over in the last seven days."""
+
+    route: ClassVar[Route] = get("/alerts", "server.measure", list[Alert], engine="alerts")
 
 
 class CallerAnswer(msgspec.Struct, frozen=True):

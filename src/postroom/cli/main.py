@@ -11,6 +11,7 @@ from postroom.cli.shell import CONFIG_VARIABLE, HELP_FLAGS, HELP_OPTIONS, Shell,
 
 PROGRAM = "postroom"
 COMMANDS = {  # name: module and function
+    "alerts": "alerts:alerts",
     "audit": "audit.audit:audit",
     "backup": "folder.backup:backup",
     "bus": "bus:bus",
@@ -34,8 +35,8 @@ COMMANDS = {  # name: module and function
     "verify": "folder.verify:verify_command",
 }
 OPENS_STORES = {
-    "audit", "backup", "doctor", "engine", "keys", "mail", "mcp", "move", "pipeline", "restore", "tasks",
-    "top", "up", "verify",
+    "alerts", "audit", "backup", "doctor", "engine", "keys", "mail", "mcp", "move", "pipeline", "restore",
+    "tasks", "top", "up", "verify",
 }  # fmt: skip
 """Commands that may open an encrypted store. The others do not look for a key file."""
 

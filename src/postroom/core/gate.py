@@ -118,7 +118,7 @@ GATE: Final[Mapping[str, Entry]] = MappingProxyType(
         "server.look": _reads("anybody", "see whether the server runs, load the page, sign in and out"),
         "server.read": _reads("caller", "see the owner of the token and the API"),
         "server.measure": _reads(
-            "operator of all", "read metrics, reports, mailboxes and the names of all agents"
+            "operator of all", "read metrics, alerts, reports, mailboxes and the names of all agents"
         ),
         "agent.impersonate": _reads("operator of all", "act for an agent"),
         "task.list": _reads("agent", "list tasks, queues and their events", also=("may_claim", "may_read")),

@@ -42,12 +42,15 @@ from postroom.engine.work.handlers import Handler, Pool, Shape, check_shape, che
 from postroom.engine.work.mcp_tools import McpServers
 from postroom.engine.work.worker import DRAIN_S, Worker
 from postroom.errors import InvalidMessage, InvalidSetting, shown
+from postroom.message import Alert
+from postroom.stores.alerts import all_alerts
 from postroom.stores.store import Store
 from postroom.system.handles import Closing
 
 Handles: TypeAlias = list[Handle]
 BlockingHandles: TypeAlias = list[BlockingHandle]
 Agents: TypeAlias = list[AgentInfo]
+Alerts: TypeAlias = list[Alert]
 F = TypeVar("F", bound=Callable[..., Any])
 
 on_work: Final[list[Callable[["GlobalQueue"], None]]] = []
@@ -259,6 +262,10 @@ class GlobalQueue(Closing):
         """Depths, stages, workers, breakers and pauses."""
         return await self._commits.read(lambda operations: inspection.status_of(operations, self.policy))
 
+    async def alerts(self) -> Alerts:
+        """What a person is told of: alerts that go on, and those that were over in the last seven days."""
+        return await self._commits.read(lambda operations: all_alerts(operations.transaction.cells))
+
     async def agents(self, org_id: str | None = None) -> Agents:
         """The registered agents of an organization, or of all: health, open requests, unhandled messages."""
         return await self._commits.read(
@@ -351,6 +358,7 @@ class Blocking(BlockingPart[GlobalQueue]):
     list = waits(GlobalQueue.list)
     explain = waits(GlobalQueue.explain)
     status = waits(GlobalQueue.status)
+    alerts = waits(GlobalQueue.alerts)
     put_back = waits(GlobalQueue.put_back)
     cancel = waits(GlobalQueue.cancel)
     pause = waits(GlobalQueue.pause)

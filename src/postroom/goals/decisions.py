@@ -33,7 +33,7 @@ from postroom.goals.goal_cells import (
     Decision,
     LearnedRule,
 )
-from postroom.message import ENGINE_PREFIX
+from postroom.message import queue_of
 from postroom.stores.transaction import Transaction
 
 MICROS_PER_S: Final = 1_000_000
@@ -137,12 +137,8 @@ def leave_to_person(transaction: Transaction, policy: Policy, decision: Decision
         transaction, policy, decision.org_id, "time_out", delay_s=policy.decision_timeout_s,
         decision_id=decision.decision_id,
     )  # fmt: skip
-    transaction.emit(
-        "alert",
-        ENGINE_PREFIX + decision.org_id,
-        error_type="DecisionNeeded",
-        error=f"decision {decision.decision_id} ({decision.kind}) waits for a person",
-    )
+    asked = f"decision {decision.decision_id} ({decision.kind}) waits for a person"
+    transaction.alert("DecisionNeeded", asked, queue_of(decision.org_id))
     return waiting
 
 

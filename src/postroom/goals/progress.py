@@ -84,7 +84,7 @@ def ended(transaction: Transaction, policy: Policy, record: Record) -> None:
     undone = UNDOES.get(transaction, record.message_id)
     if undone is not None and record.state in DEAD:
         said = f"compensation {record.message_id} of goal {undone} failed: the rollback waits for a resume"
-        transaction.alert("CompensationFailed", said)
+        transaction.alert("CompensationFailed", said, record.queue)
     line = GOAL_OF.get(transaction, record.message_id)
     if line is None:
         return

@@ -34,6 +34,7 @@ from postroom.goals.goal_cells import (
 from postroom.goals.goals import Goals
 from postroom.goals.reversals import Reversals
 from postroom.goals.rollback import goal_of, is_undone, later_effects
+from postroom.message import queue_of
 from postroom.stores.transaction import Transaction
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -101,6 +102,7 @@ class Recovery:
             transaction.alert(
                 "RecoveryExhausted",
                 f"goal {goal_id} has used {len(goal.tried)} recovery tools, and message {message_id} failed",
+                queue_of(goal.org_id),
             )
             return None
         refused = _refused(transaction, goal_id, message_id)
@@ -171,7 +173,8 @@ class Recovery:
         goal_id, message_id = decision.subject["goal_id"], decision.subject["message_id"]
         said = f"goal {goal_id} needs a person: message {message_id} failed ({decision.reasoning})"
         await self._commits.write_raw(
-            lambda transaction: transaction.alert("GoalNeedsPerson", said), makes_room=True
+            lambda transaction: transaction.alert("GoalNeedsPerson", said, queue_of(decision.org_id)),
+            makes_room=True,
         )
 
     # ---- the tools -----------------------------------------------------------------------------

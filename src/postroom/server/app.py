@@ -10,7 +10,7 @@ import errno
 import itertools
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import cache
 from http import HTTPStatus
@@ -44,6 +44,8 @@ from postroom.server.http.hosts import Hosts
 from postroom.server.http.listener import HttpServer, listener_config
 from postroom.server.http.task_server import TaskServer
 from postroom.server.routes.table import ROUTES, openapi
+from postroom.server.telemetry.alert_sinks import NO_SINKS, SendNotice
+from postroom.server.telemetry.alerts import Alerter
 from postroom.server.telemetry.export import exporting
 from postroom.server.telemetry.server_log import ServerLog, ServerLogHandler
 from postroom.system.atomic import make_folder
@@ -342,6 +344,7 @@ def serve(
     mounted: Mount | None = None,
     page: Callable[[TasksApp], PageApp] | None = None,
     hosts: Iterable[str] = (),
+    sinks: Mapping[str, SendNotice] = NO_SINKS,
 ) -> None:
     """Serve the data folder until SIGTERM or SIGINT. `ready` is called with the port.
 
@@ -352,8 +355,8 @@ def serve(
     same time; with `in_order`, those of one agent one after the other. The global queue has the rules and
     types of `app_engine`, but not its store. A token without a rate of its own may make `token_rate` calls a
     second; 0 means no limit. `tls` is a certificate and its key. `hosts` are further names that the page and
-    MCP answer for. With `overlap`, another server with `overlap` may listen on the same port: during an
-    upgrade the new one starts before the old one ends.
+    MCP answer for. `sinks` are told of alerts. With `overlap`, another server with `overlap` may listen on
+    the same port: during an upgrade the new one starts before the old one ends.
     """
     checked_seconds("lease_s_max", lease_s_max, LEASE_S_MAX, shortest_s=LEASE_S_MIN)
     server_log = ServerLog() if server_log is None else server_log
@@ -367,10 +370,14 @@ def serve(
     ):
         tasks.store.identity()  # a store that does not answer is one error here, and not one of each thread
         agents = Agents(data)
+        engine = Engine(tasks.store) if app_engine is None else app_engine.on(tasks.store)
+        place, certificate = f"{socket.gethostname()}:{data}", None if tls is None else tls[0]
+        alerter = Alerter(tasks.store, engine.policy, data, sinks, place=place, certificate=certificate)
         harness = Harness(
             tasks,
             agents=agents,
             execute=execute,
+            alerts=alerter.look,
             drain_every_s=drain_every_s,
             sweep_every_s=sweep_every_s,
             allowed_nudge_hosts=allowed_nudge_hosts,
@@ -378,7 +385,6 @@ def serve(
             in_order=in_order,
             server_log=server_log,
         )
-        engine = Engine(tasks.store) if app_engine is None else app_engine.on(tasks.store)
         app = create_app(
             data,
             tasks,

@@ -14,6 +14,7 @@ import msgspec
 from postroom.core.lifecycle import lifecycle
 from postroom.errors import InvalidMessage, QueueFull, StaleLease, UnreadableValue
 from postroom.message import Envelope, Event, EventKind, Moment, Noted, Record, Step, org_of
+from postroom.stores import alerts
 from postroom.stores.base import (
     DEFAULT_LIMITS,
     FOREVER_NS,
@@ -410,9 +411,10 @@ class Transaction:
 
     # ---- noting ----------------------------------------------------------------------------------
 
-    def alert(self, error_type: str, error: str) -> None:
-        """Emit an event for a person to look at."""
-        self._emit(lifecycle.alert(self._moment(self.events.take_numbers(1)), error_type, error))
+    def alert(self, error_type: str, error: str, queue: str = "", place: str = "") -> None:
+        """Emit an event for a person to look at, and have a person told of it. `place` is a server."""
+        self.emit("alert", queue, error_type=error_type, error=error)
+        alerts.note(self.cells, error_type, org_of(queue), error, self.wall_us, place)
 
     def note_duplicate(self, record: Record, key: str) -> None:
         """Emit that a message was sent again."""

@@ -133,6 +133,7 @@ def serve(
     from postroom.server.folder.manifest import keeping
     from postroom.server.harness.engine_workers import load_app
     from postroom.server.http.hosts import checked_hosts
+    from postroom.server.telemetry.alert_sinks import sinks_of
     from postroom.system.crypto.tls import server_context
     from postroom.system.parent import stop_with_stdin
 
@@ -165,6 +166,7 @@ def serve(
             app_engine=None if app is None else load_app(app), tls=tls,
             mounted=partial(mount, is_early=while_stdin) if mcp else None,
             page=mount_page(lambda: page_redactor(hidden)) if page else None,
+            sinks=sinks_of(settings.alerts),
             hosts=checked_hosts(allowed_hosts or settings.up.allowed_hosts), **terms,
         )  # fmt: skip
 

@@ -96,6 +96,7 @@ OPERATIONS: dict[Contract, dict[str, tuple[EventKind, ...]]] = {
         "an agent registers, is heard of, is late, is dead or leaves": ("agent_health",),
         "a message between agents": ("receipt",),
         "a message or a response that nobody fetches": ("bounced",),
+        "a notice of an alert that a person got": ("alert_sent",),
         "retention": ("deleted",),
     },
     "audit": {},

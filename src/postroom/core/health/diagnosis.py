@@ -22,6 +22,7 @@ LEASE_LONG_S = 3_600.0  # a message that is worked on longer than this is worth 
 BACKLOG_SHARE = 0.8  # of the depth at which a queue refuses messages
 SHIPPER_LAG_S = 60.0
 TOKEN_SOON_S = 7 * 86_400.0
+CERTIFICATE_SOON_S = 14 * 86_400.0
 TRANSACTION_LONG_S = 300.0  # an open transaction keeps old rows of all tables
 DEAD_ROWS_MIN = 100_000  # fewer old rows are not a problem, even in a small table
 MAIL_FILES_WAITING = 2  # full files of Mail's events; one may be under way
@@ -214,6 +215,13 @@ class TokenFacts(msgspec.Struct, frozen=True):
     """Whether the demo made it, for a day at most."""
 
 
+class CertificateFacts(msgspec.Struct, frozen=True):
+    """The certificate that the servers use."""
+
+    path: str
+    ends_us: int
+
+
 class MoveFacts(msgspec.Struct, frozen=True):
     """The store of a data folder that was moved to a server. The file is a copy that is no longer in use."""
 
@@ -241,6 +249,8 @@ class Facts(msgspec.Struct, frozen=True):
     faults: tuple[FileFault, ...] = ()
     tokens: tuple[TokenFacts, ...] | None = None
     """None when the folder has no registry that can be read."""
+    certificate: CertificateFacts | None = None
+    """None without TLS."""
     mail_files_waiting: int = 0
     encryption: EncryptionFacts | None = None
     """None without encryption, and when nothing was read whole."""
@@ -704,6 +714,25 @@ def _tokens(facts: Facts) -> Iterator[Finding]:
     yield Finding("tokens", "ok", f"{_count(facts.tokens, 'token')}, none expires soon")
 
 
+def _certificate(facts: Facts) -> Iterator[Finding]:
+    if facts.certificate is None:
+        return
+    left_s = (facts.certificate.ends_us - facts.clock.now_us) / MICROS_PER_S
+    command = "renew it; a restart of `postroom up` uses the new one"
+    if left_s <= 0:
+        yield Finding(
+            "certificate", "problem", f"the certificate {facts.certificate.path} has ended",
+            "clients refuse the connection", command,
+        )  # fmt: skip
+    elif left_s < CERTIFICATE_SOON_S:
+        yield Finding(
+            "certificate", "warning",
+            f"the certificate {facts.certificate.path} ends in {span(left_s)}",
+            "clients refuse the connection from then on", command,
+        )  # fmt: skip
+    yield Finding("certificate", "ok", f"the certificate ends in {span(left_s)}")
+
+
 def _is_read(facts: Facts) -> bool:
     """Whether messages were read: a store of another format, or one that was moved away, is not."""
     store = facts.store
@@ -714,7 +743,7 @@ def _is_read(facts: Facts) -> bool:
 
 _CHECKS = (
     _environment, _permissions, _disk, _clock, _parts, _stores, _database, _encryption, _leases, _failures,
-    _backlog, _breakers, _shipper, _tokens,
+    _backlog, _breakers, _shipper, _tokens, _certificate,
 )  # fmt: skip
 """Each ends with what it says when all is well, which is dropped when it has found something."""
 

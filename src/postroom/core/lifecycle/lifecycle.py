@@ -179,11 +179,6 @@ def purged(moment: Moment, records: int) -> Event:
     return Event(moment.number, moment.wall_us, "deleted", "", "", "DONE", detail={"records": records})
 
 
-def alert(moment: Moment, error_type: str, error: str) -> Event:
-    """An event that needs the attention of a person. It concerns no message."""
-    return Event(moment.number, moment.wall_us, "alert", "", "", "DONE", error_type=error_type, error=error)
-
-
 def wake(record: Record, moment: Moment) -> Step:
     """The delay is over: the record goes to the end of its lane."""
     kind = _kind_of("wake", record, "QUEUED")

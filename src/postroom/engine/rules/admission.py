@@ -14,7 +14,7 @@ from postroom.engine.message_input import Prepared
 from postroom.engine.rules.cells import GOALS, PAUSES, PRESSURES, RATES, SCAN_MAX, Bucket, GoalUse, Pressure
 from postroom.engine.rules.policy import Guard, Policy
 from postroom.errors import GuardTripped, Overloaded
-from postroom.message import ENGINE_PREFIX, org_of
+from postroom.message import ENGINE_PREFIX, org_of, queue_of
 from postroom.stores.base import Listing, ready
 from postroom.stores.transaction import Transaction
 
@@ -104,7 +104,8 @@ class Admission:
         if stage != pressure.stage:
             if stage > pressure.stage and stage in backpressure.ALERTS:
                 whose = f"organization {org_id}" if org_id else "all organizations"
-                transaction.alert(backpressure.ALERTS[stage], f"{depth} messages of {whose} are waiting")
+                said = f"{depth} messages of {whose} are waiting"
+                transaction.alert(backpressure.ALERTS[stage], said, queue_of(org_id))
                 if stage == backpressure.EMERGENCY_STAGE:
                     self._look_for_poison()
             pressure = replace(pressure, stage=stage)

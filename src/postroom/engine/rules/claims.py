@@ -12,6 +12,7 @@ from math import ceil
 
 import msgspec
 
+from postroom.core.health.alerts import POISON
 from postroom.core.lifecycle import breaker, lifecycle, poison
 from postroom.core.lifecycle.fairness import PROMOTED, Rotation
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
@@ -251,7 +252,8 @@ class Claims:
         elif poison.is_poison(record, self._policy.poison_crashes):
             said = f"its own process died {poison.own_deaths(record)} times"
             self._end(record, lambda one, moment: lifecycle.quarantine(one, moment, said))
-            self._transaction.alert("Poison message", f"message {record.message_id} is quarantined: {said}")
+            told = f"message {record.message_id} is quarantined: {said}"
+            self._transaction.alert(POISON, told, record.queue)
         elif self._paused_types and self._is_paused(org_id, head.type):
             PARKED.put(self._transaction, record.message_id, head.type, org_id, record.seq)
             ordering.park(self._transaction, record.message_id, PAUSED)

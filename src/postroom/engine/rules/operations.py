@@ -62,7 +62,7 @@ from postroom.errors import (
     UnknownTask,
     WrongState,
 )
-from postroom.message import ENGINE_PREFIX, Moment, Record, State, Step, Stored, org_of
+from postroom.message import ENGINE_PREFIX, Moment, Record, State, Step, Stored, org_of, queue_of
 from postroom.stores.base import PURGE_BATCH_MAX, ByIds, Ending, Limits, Listing
 from postroom.stores.transaction import NO_STARTS, Accepted, Transaction, reserved_id
 
@@ -355,12 +355,12 @@ class Operations:
     def pause(self, org_id: str, type_name: str, *, kill: bool = False) -> None:
         """Stop deliveries of an organization, of a type, of both together, or all of them."""
         PAUSES.put(self.transaction, PauseInfo(self.transaction.wall_us, kill), org_id, type_name)
-        self.transaction.emit("alert", error_type="Paused", error=_scope(org_id, type_name))
+        self.transaction.alert("Paused", _scope(org_id, type_name), queue_of(org_id))
 
     def resume(self, org_id: str, type_name: str) -> None:
         """End a pause."""
         PAUSES.put(self.transaction, None, org_id, type_name)
-        self.transaction.emit("alert", error_type="Resumed", error=_scope(org_id, type_name))
+        self.transaction.alert("Resumed", _scope(org_id, type_name), queue_of(org_id))
 
     def unpark(self, type_name: str, org_id: str, after: str = "") -> str | None:
         """Put messages of a type that was paused into their lanes, after a key of `PARKED`.

@@ -23,6 +23,7 @@ from postroom.core.health.diagnosis import (
     LEASE_LATE_S,
     LEASE_LONG_S,
     BacklogFacts,
+    CertificateFacts,
     ClockFacts,
     DatabaseFacts,
     EncryptionFacts,
@@ -50,7 +51,7 @@ from postroom.message import Record, org_of
 from postroom.server.access.registry import Agents
 from postroom.server.folder.layout import DATABASE, MAIL_FOLDER, files_of, upgrade_copies
 from postroom.server.folder.verification import DataCheck, Report
-from postroom.server.up.parts import States, read_states
+from postroom.server.up.parts import States, part_states, read_states
 from postroom.settings import UpSettings
 from postroom.stores.base import NEWEST, Ending, Listing, by_state, ready, waiting
 from postroom.stores.event_quarantine import QUARANTINE
@@ -65,6 +66,7 @@ from postroom.stores.sqlite.snapshot import (
 from postroom.stores.transaction import Transaction
 from postroom.system.clock import SystemClock
 from postroom.system.crypto.encryption import PLAIN, Encryption, key_file_encryption
+from postroom.system.crypto.tls import end_of
 from postroom.system.resources import free_bytes
 
 if TYPE_CHECKING:  # needs the extra of PostgreSQL
@@ -102,8 +104,9 @@ def facts_of_folder(data: Path, settings: UpSettings, *, deep: bool, report: Rep
         data=str(data),
         environment=environment(),
         clock=ClockFacts(SystemClock().wall_us(), _newest_us(data)),
-        folder=_folder(data),
+        folder=_folder(data, FILES_READ_MAX),
         server=_server(data, settings),
+        certificate=_certificate(settings.tls_cert),
         store=store,
         moved=MoveFacts(str(data / DATABASE), moved_to) if moved_to else None,
         faults=tuple(faults),
@@ -112,6 +115,24 @@ def facts_of_folder(data: Path, settings: UpSettings, *, deep: bool, report: Rep
         encryption=encrypted,
         copies=tuple(upgrade_copies(data)),
         checked=tuple(check.checked),
+    )
+
+
+def facts_of_server(data: Path, certificate: Path | None) -> Facts:
+    """What a server looks at all the time: the disk, its parts, tokens and the certificate."""
+    states = part_states(data)
+    return Facts(
+        data=str(data),
+        environment=environment(),
+        clock=ClockFacts(SystemClock().wall_us(), 0),
+        folder=_folder(data, 0),
+        server=ServerFacts(
+            is_running=True,
+            parts={name: part.shown for name, part in states.items()},
+            broken={name: part.fault for name, part in states.items() if part.fault},
+        ),
+        tokens=_tokens(data),
+        certificate=_certificate(certificate),
     )
 
 
@@ -129,11 +150,16 @@ def environment() -> EnvironmentFacts:
     )  # fmt: skip
 
 
-def _folder(data: Path) -> FolderFacts:
+def _certificate(path: Path | None) -> CertificateFacts | None:
+    ends = None if path is None else end_of(path)
+    return None if ends is None else CertificateFacts(str(path), epoch_ns_of(ends) // 1000)
+
+
+def _folder(data: Path, files_max: int) -> FolderFacts:
     disk = os.statvfs(data)
     free = disk.f_bavail * disk.f_frsize
     files = (path for path in files_of(data) if not path.is_symlink() and path.exists())
-    looked = islice(files, FILES_READ_MAX)
+    looked = islice(files, files_max)
     foreign = [path for path in looked if not os.access(path, os.R_OK | os.W_OK)]
     filesystem = ""
     with suppress(OSError):  # some systems have no list of mounts

@@ -30,6 +30,7 @@ from postroom.stores.base import FOREVER_NS, PURGE_BATCH_MAX, ByIds, Ending
 from postroom.system.clock import Clock, SystemClock
 
 DRAIN_EVERY_S = 10.0
+ALERTS_EVERY_S = 1.0
 SWEEP_EVERY_S = 60.0  # and earlier when a lease ends
 SWEEP_PAUSE_S = 0.25  # the least time between two sweeps
 DECISION_LEASE_S = 30.0  # after a kill, another harness executes the decision when this has passed
@@ -161,7 +162,7 @@ class HarnessStatus(msgspec.Struct, frozen=True):
 
 
 class Harness:
-    """The loops of a task queue: drain (results to decisions to effects), sweep, and nudges to agents.
+    """The loops of a task queue: drain (results to decisions to effects), sweep, nudges to agents, alerts.
 
     `execute` acts on one decision: its payload is the result, its parent the task. Without `execute`, results
     stay completed until a harness that has it runs. `start` runs the loops in threads. `step` runs the loops
@@ -182,6 +183,7 @@ class Harness:
         lease_s: float = DECISION_LEASE_S,
         concurrency: int = 1,
         in_order: bool = False,
+        alerts: Callable[[], None] | None = None,
         clock: Clock | None = None,
         server_log: ServerLog | None = None,
     ) -> None:
@@ -197,7 +199,8 @@ class Harness:
         self._nudge = Loop("nudge", drain_every_s, self.nudge_agents, clock)
         self._beat = Loop("beat", lease_s / 3, self.beat, clock)
         drains = () if execute is None else (self._drain,)
-        self._loops = (*drains, self._sweep, self._nudge)
+        told = () if alerts is None else (Loop("alerts", ALERTS_EVERY_S, alerts, clock),)
+        self._loops = (*drains, self._sweep, self._nudge, *told)
         for loop in (*self._loops, self._beat):
             loop.on_error = self._loop_failed
         self._nudger = Nudger(

@@ -56,6 +56,16 @@ def _check_files(certificate: Path, key: Path | None) -> None:
         raise InvalidSetting(f"the key in {key_file} needs a password: store it without one")
 
 
+def end_of(certificate: Path) -> datetime | None:
+    """When a certificate ends; None when it cannot be read, or without the package that reads it."""
+    try:
+        from cryptography import x509  # noqa: PLC0415 - an extra
+
+        return x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
+    except (ImportError, OSError, ValueError):
+        return None
+
+
 def handshake_fault(error: OSError) -> str:
     """Why a handshake failed, without anything that the peer wrote."""
     if isinstance(error, ConnectionAbortedError):  # of the event loop
