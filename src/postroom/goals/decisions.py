@@ -199,7 +199,7 @@ def _treat_dead_letters(transaction: Transaction, policy: Policy, decision: Deci
         likeness = Likeness(new_id(), subject["error_type"], subject["service"], subject["payload"])
         holds.begin(transaction, org_id, subject["type"], likeness)
         said = f"rule {likeness.rule_id} holds messages of type {subject['type']} like those that failed"
-        transaction.emit("alert", ENGINE_PREFIX + org_id, error_type="Held", error=said)
+        transaction.alert("Held", said, queue_of(org_id))
 
 
 def _classify(transaction: Transaction, goal_id: str, numbers: list[int], choice: str) -> None:
