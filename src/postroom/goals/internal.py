@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from postroom.engine.message_input import Registry, stored
-from postroom.engine.rules import bodies, ordering
+from postroom.engine.message_input import Registry
+from postroom.engine.rules.operations import insert_messages
 from postroom.engine.rules.policy import Policy
 from postroom.stores.transaction import Transaction
 
@@ -26,13 +26,7 @@ def insert(
     message = Registry((fields["type"],)).prepare(fields, policy, transaction.wall_us)
     if ignores_guard:
         message = replace(message, body=replace(message.body, ignores_guard=True))
-    [accepted] = transaction.insert([stored(message, policy.body_inline_bytes_max)])
-    bodies.store(transaction, message, accepted.message_id, policy.body_inline_bytes_max)
-    if message.body.ordering_key:
-        record = transaction.records.get(accepted.message_id)
-        assert record is not None  # noqa: S101 - for the type checker: it was just stored
-        stops = message.body.on_dead == "stop"
-        ordering.join(transaction, record, message.org_id, message.body.ordering_key, stops=stops)
+    [accepted] = insert_messages(transaction, policy, [message])
     return accepted.message_id
 
 

@@ -164,14 +164,13 @@ class Operations:
         return digest_of(stored_message.envelope.type, payload)
 
     def _insert(self, messages: Sequence[Prepared]) -> list[Accepted]:
-        transaction, inline_max = self.transaction, self._policy.body_inline_bytes_max
+        transaction = self.transaction
         for org_id in {message.org_id for message in messages}:
             most, queue = self._policy.organization_of(org_id).max_depth, ENGINE_PREFIX + org_id
             if most is not None and transaction.limits(queue).max_depth != most:
                 transaction.set_limits(queue, Limits(max_depth=most))
-        envelopes = [stored(message, inline_max) for message in messages]
         try:
-            accepted = transaction.insert(envelopes)
+            accepted = insert_messages(transaction, self._policy, messages)
         except QueueFull as full:
             raise Overloaded(str(full).rpartition(":")[0], full.retry_after_s) from full
         for message, one in zip(messages, accepted, strict=True):
@@ -181,7 +180,6 @@ class Operations:
 
     def _after_insert(self, message: Prepared, message_id: str) -> None:
         transaction, body = self.transaction, message.body
-        bodies.store(transaction, message, message_id, self._policy.body_inline_bytes_max)
         storage.add(transaction, message.org_id, message_id, len(message.payload))
         storage.add(transaction, message.org_id, message_id, len(message.context))
         if self._books is not None and message.envelope.parent_message_id:
@@ -192,11 +190,6 @@ class Operations:
             KEYS.put(transaction, used, message.org_id, body.idempotency_key)
         for note_message in on_accept:
             note_message(transaction, message, message_id)
-        if body.ordering_key:
-            [record] = transaction.records.find(ByIds((message_id,)))
-            ordering.join(
-                transaction, record, message.org_id, body.ordering_key, stops=body.on_dead == "stop"
-            )
 
     # ---- outcomes ------------------------------------------------------------------------------
 
@@ -487,6 +480,21 @@ def _expire(record: Record, moment: Moment) -> Step | None:
 def _scope(org_id: str, type_name: str) -> str:
     of_type = f"type {type_name}" if type_name else "all types"
     return f"{of_type} of {f'organization {org_id}' if org_id else 'all organizations'}"
+
+
+def insert_messages(transaction: Transaction, policy: Policy, messages: Sequence[Prepared]) -> list[Accepted]:
+    """Store messages with what they refer to, and append them to the order of their keys."""
+    inline_max = policy.body_inline_bytes_max
+    accepted = transaction.insert([stored(message, inline_max) for message in messages])
+    for message, one in zip(messages, accepted, strict=True):
+        if one.duplicate:
+            continue
+        bodies.store(transaction, message, one.message_id, inline_max)
+        if message.body.ordering_key:
+            [record] = transaction.records.find(ByIds((one.message_id,)))
+            stops = message.body.on_dead == "stop"
+            ordering.join(transaction, record, message.org_id, message.body.ordering_key, stops=stops)
+    return accepted
 
 
 def with_stored_ids(
