@@ -142,6 +142,7 @@ BUGS = [
 ]  # fmt: skip
 
 
+@pytest.mark.statement("breaker-bugs")
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: type(bug).__qualname__)
 def test_bug_of_a_handler_does_not_count_for_its_service(alone: EngineUnderTest, bug: Exception) -> None:
     failing_with(alone, bug, retry=NO_RETRY)
@@ -158,6 +159,7 @@ def test_other_errors_count_for_the_service(alone: EngineUnderTest, error: Excep
     assert breakers(alone)["slack"].state == "open"
 
 
+@pytest.mark.statement("breaker-threshold")
 def test_one_message_counts_once_in_a_window(alone: EngineUnderTest) -> None:
     failing_with(alone, ConnectionError("down"), retry=Retry(max_retries=5, delay_s=0))
     fail_calls(alone, 2)
@@ -177,6 +179,7 @@ def test_failures_that_were_stored_without_messages_count(alone: EngineUnderTest
     assert breakers(alone)["slack"].state == "open"
 
 
+@pytest.mark.statement("breaker-policy")
 @pytest.mark.parametrize(
     ("rule", "p0", "others"),
     [

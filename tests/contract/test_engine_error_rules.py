@@ -119,6 +119,7 @@ def test_rule_says_that_errors_of_mcp_tools_are_the_fault_of_the_caller() -> Non
     assert retried(error, {"postroom.ToolFailed": NEVER}) == ([], False)
 
 
+@pytest.mark.statement("retry-by-error")
 def test_rule_of_an_error_replaces_that_of_its_type() -> None:
     assert retried(KeyError("x"), {LookupError: FEW})[0] == [2.0]
     assert retried(KeyError("x"), {LookupError: SLOW})[0] == [60.0, 120.0, 240.0, *[300.0] * 5]

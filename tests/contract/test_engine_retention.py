@@ -274,6 +274,7 @@ def test_large_pieces_count_until_their_message_is_forgotten(tmp_path: Path) -> 
     world.close()
 
 
+@pytest.mark.statement("retention-tiers")
 def test_each_tier_keeps_its_messages_for_its_days(tmp_path: Path) -> None:
     tiers: dict[str, Tier | float] = {
         "free": "free", "starter": "starter", "pro": "pro", "large": "enterprise", "own": 45,

@@ -61,6 +61,7 @@ def result(world: EngineUnderTest, message_id: str) -> Any:
     return world.wait(world.engine.handle(message_id).result())
 
 
+@pytest.mark.statement("version-migration")
 def test_backlog_of_the_previous_version_is_migrated_at_the_claim(
     before: EngineUnderTest, upgraded: Upgraded
 ) -> None:
@@ -107,6 +108,7 @@ def test_failed_migration_makes_a_dead_letter_that_a_replay_can_run(
     assert result(world, waiting.message_id)[0] == "none"
 
 
+@pytest.mark.statement("version-two-majors")
 def test_message_of_an_unsupported_version_becomes_a_dead_letter(
     before: EngineUnderTest, upgraded: Upgraded
 ) -> None:

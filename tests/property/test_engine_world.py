@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from postroom import Engine
+from postroom import Engine, Policy
 from postroom.calls.submit import SubmitFields
 from postroom.core.lifecycle import lifecycle, poison
 from postroom.core.lifecycle.fairness import PROMOTED_EVERY, Rotation
@@ -366,6 +366,37 @@ def test_handler_world_runs_children_that_a_handler_waits_for() -> None:
     assert all(report.ok for report in reports)
     assert {one.state for report in reports for one in report.messages} == {"COMPLETED"}
     assert {len(report.messages) for report in reports} == {6}, "a repeated child was stored twice"
+
+
+def test_messages_of_two_versions_reach_one_of_several_handlers_once_under_every_fault() -> None:
+    engine = Engine.open("memory://", Policy(version="2.0.0"))
+    paid: list[int] = []
+
+    @engine.migration(1)
+    def one_to_two(fields: dict[str, Any]) -> dict[str, Any]:
+        return {**fields, "payload": {**fields["payload"], "tool": fields["payload"]["name"]}}
+
+    def pay(name: str) -> Callable[[Any, Any], Any]:
+        async def run(message: Any, ctx: Any) -> str:
+            await ctx.effect("pay", lambda: paid.append(message.payload["number"]), on_unknown="run")
+            return name
+
+        return run
+
+    engine.handler("tool_call", service="bank")(pay("bank"))
+    engine.handler("tool_call", tool="draw")(pay("draw"))
+    sent = messages("tool_call")
+    for name, fields in zip(("draw", "move", "draw"), sent, strict=True):
+        fields["version"], fields["service"] = "1.0.0", "bank"
+        fields["payload"] = {"name": name, "number": len(name)}
+    faults: Counter[str] = Counter()
+    for seed in range(30):
+        report = HandlerWorld(engine, seed).run(sent)
+        assert report.ok, report
+        assert [one.result for one in report.messages] == ["draw", "bank", "draw"], report
+        faults.update(fault for one in report.messages for fault in one.faults)
+    engine.close()
+    assert faults
 
 
 def test_handler_world_repeats_its_faults() -> None:

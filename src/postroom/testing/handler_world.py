@@ -25,6 +25,7 @@ from postroom.core.lifecycle import lifecycle
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.engine.core import EngineCore
 from postroom.engine.inline import InlineCore, InlineWorker
+from postroom.engine.message_input import Registry
 from postroom.engine.messages import Message
 from postroom.engine.rules.bodies import Apart
 from postroom.engine.work.handlers import Handler
@@ -46,6 +47,7 @@ Point: TypeAlias = Literal[
 """Where a worker crashes. `lease over` is not a crash: the handler outlives its lease and reports late."""
 
 FAULT_SHARE: Final = 0.25
+OLD_SHARE: Final = 0.5  # of the messages that name a version; the others are migrated at their submit
 FAULTS_A_MESSAGE_MAX: Final = 2  # so that every message ends
 ROUNDS_MAX: Final = 100_000
 EVENTS_MAX: Final = 100_000
@@ -123,8 +125,17 @@ class HandlerWorld:
 
     async def _submit(self, core: InlineCore, fields: SubmitFields) -> None:
         times = 2 if fields.get("idempotency_key") and self._random.random() < self._share else 1
+        if "version" in fields and self._random.random() < OLD_SHARE:
+            await self._store_unmigrated(core, fields)
+            times -= 1  # a repeated submit comes after the upgrade
         for _ in range(times):
             await core.submits.submit([fields])
+
+    async def _store_unmigrated(self, core: InlineCore, fields: SubmitFields) -> None:
+        """Store a message as it was given, as before an upgrade: the claim has to migrate it."""
+        before = Registry(tuple(core.registry.types))
+        prepared = before.prepare(fields, core.policy, core.store.wall_us())
+        await core.commits.write(lambda operations: operations.submit([prepared]))
 
     async def _drain(self, core: InlineCore, worker: Worker) -> None:
         """Run handlers, and move the clock from deadline to deadline until nothing is left to do."""
