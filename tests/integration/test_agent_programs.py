@@ -119,6 +119,9 @@ def test_a_payload_that_does_not_fit_is_a_dead_letter(tmp_path: Path, payload: d
         ask(engine, "agent_spawn", **payload)
 
 
-def test_without_a_configured_program_nothing_is_spawned(tmp_path: Path) -> None:
-    with working(tmp_path, program="") as engine, pytest.raises(MessageFailed, match="no program"):
-        ask(engine, "agent_spawn", agent_id="writer")
+def test_agent_that_sleeps_is_started_once_a_program_is_configured(tmp_path: Path) -> None:
+    with working(tmp_path, program="") as engine, AgentPrograms(engine) as programs:
+        assert ask(engine, "agent_spawn", agent_id="writer")["health"] == "asleep"
+        assert programs.pids == {}
+    with working(tmp_path) as engine, AgentPrograms(engine):
+        until(lambda: len(started(tmp_path, "acme.writer.")) == 1)

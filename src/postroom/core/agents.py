@@ -18,7 +18,8 @@ MISSED_DEAD: Final = 3
 KEEP_RESPONSES_S: Final = 86_400.0
 FINAL_PARTS: Final = ("result", "stream_complete", "error")
 
-Health: TypeAlias = Literal["registered", "alive", "suspect", "dead"]
+Health: TypeAlias = Literal["registered", "alive", "suspect", "dead", "asleep"]
+"""An agent is asleep until its first registration by a program: its messages wait, and it is never dead."""
 OnDead: TypeAlias = Literal["keep", "cancel"]
 Receipt: TypeAlias = Literal["stored", "fetched", "shown", "acted_on"]
 RECEIPTS: Final[tuple[Receipt, ...]] = ("stored", "fetched", "shown", "acted_on")
@@ -37,7 +38,7 @@ class AgentRules(msgspec.Struct, frozen=True, kw_only=True):
     on_dead: OnDead = "keep"
     """Whether the open requests of a dead agent are kept for its restart, or cancelled."""
     program: tuple[str, ...] = ()
-    """The command that `agent_spawn` starts; empty when agents are not started by messages."""
+    """The command that `agent_spawn` starts. Without one, a spawned agent sleeps until it registers."""
 
     def __post_init__(self) -> None:
         fit_fields(self)

@@ -14,7 +14,7 @@ from postroom.core.goals import advice
 from postroom.core.goals.advice import ReversalClass, checked_reversal
 from postroom.engine.message_input import Prepared
 from postroom.engine.messages import Body, body_of
-from postroom.engine.rules.cells import SEPARATOR, Effect
+from postroom.engine.rules.cells import REASSIGNED, SEPARATOR, Effect
 from postroom.engine.rules.policy import Policy
 from postroom.errors import GoalEnded, GuardTripped
 from postroom.goals import internal, rollback
@@ -114,6 +114,7 @@ def forgotten(transaction: Transaction, record: Record) -> None:
         MESSAGES.put(transaction, None, line.partition(SEPARATOR)[0], record.seq)
         OPEN.put(transaction, None, line, record.message_id)
         GOAL_OF.put(transaction, None, record.message_id)
+        REASSIGNED.put(transaction, None, record.message_id)
 
 
 def _close(transaction: Transaction, line: str, message_id: str, reason: str) -> None:

@@ -12,9 +12,10 @@ from msgspec.structs import replace
 
 from postroom.core.goals import advice
 from postroom.core.goals.advice import PERSON, RESTART, ROLLBACK
+from postroom.core.names import is_name
 from postroom.engine.commits import Commits
-from postroom.engine.messages import body_of
-from postroom.engine.rules.cells import SEPARATOR
+from postroom.engine.messages import body_of, digest_of
+from postroom.engine.rules.cells import PROGRAMS, REASSIGNED, SEPARATOR
 from postroom.errors import GoalEnded, InvalidMessage, InvalidSetting, ValidationError
 from postroom.goals import decisions, internal, rollback
 from postroom.goals.advisers.facts import of_message
@@ -252,31 +253,49 @@ class Recovery:
         return await self._commits.write_raw(work, makes_room=True)
 
     async def create_alternative_agent(
-        self, task: str, specialized_for: str, goal_id: str = "", message_id: str = ""
+        self,
+        task: str,
+        specialized_for: str,
+        goal_id: str = "",
+        message_id: str = "",
+        agent_id: str = "",
+        tools: list[str] | None = None,
+        prompt: str = "",
     ) -> str:
-        """Spawn an agent that is specialized for a failure, and replay the step."""
+        """Spawn an agent with tools and a prompt for a failure, and replay the step under it.
+
+        `agent_id` is the agent that failed: without `tools`, the new one has the same.
+        """
         policy = self._commits.policy
+        wanted = [name for name in tools if isinstance(name, str)] if isinstance(tools, list) else []
+        text = str(prompt or f"Your task: {task}\nYou are specialized for: {specialized_for}")[
+            :PROMPT_CHARS_MAX
+        ]
 
         def work(transaction: Transaction) -> str:
             goal = goal_of(transaction, goal_id)
-            count = len(goal.tried)
-            agent_id = f"alternative-{count}-{goal_id}"[:128]
-            fields = {
-                "type": "agent_spawn",
-                "org_id": goal.org_id,
-                "payload": {
-                    "agent_id": agent_id,
-                    "tools": [],
-                    "task": str(task),
-                    "specialized_for": str(specialized_for)[:PROMPT_CHARS_MAX],
-                },
-                "goal_id": goal_id,
+            org_id, number = goal.org_id, len(goal.tried)
+            named = f"alternative-{number}-{goal_id}"[:128]
+            new_id = (
+                named if is_name(named) else f"alternative-{number}-{digest_of('goal', goal_id.encode())}"
+            )
+            program = PROGRAMS.get(transaction, org_id, agent_id) if is_name(agent_id) else None
+            payload = {
+                "agent_id": new_id,
+                "tools": wanted or ([] if program is None else [*program.tools]),
+                "prompt": text,
+                "task": str(task)[:PROMPT_CHARS_MAX],
+                "specialized_for": str(specialized_for)[:PROMPT_CHARS_MAX],
             }
-            if not USED.get(transaction, goal_id, agent_id):
-                USED.put(transaction, True, goal_id, agent_id)  # noqa: FBT003
+            if not USED.get(transaction, goal_id, new_id):
+                USED.put(transaction, True, goal_id, new_id)  # noqa: FBT003
+                fields = {"type": "agent_spawn", "org_id": org_id, "payload": payload, "goal_id": goal_id}
                 internal.insert(transaction, policy, fields)
+                PROMPTS.put(transaction, [text], org_id, new_id)
+            if message_id:
+                REASSIGNED.put(transaction, new_id, message_id)
             _replay(transaction, goal_id, message_id)
-            return agent_id
+            return new_id
 
         return await self._commits.write_raw(work, makes_room=True)
 

@@ -29,7 +29,7 @@ from postroom.page.redaction import Hide
 
 AGENTS_SHOWN_MAX: Final = 200
 WORKERS_SHOWN_MAX: Final = 200
-_WORST_FIRST: Final[tuple[Health, ...]] = ("dead", "suspect", "registered", "alive")
+_WORST_FIRST: Final[tuple[Health, ...]] = ("dead", "suspect", "registered", "alive", "asleep")
 
 
 class OrganizationRow(msgspec.Struct, frozen=True):

@@ -21,9 +21,9 @@ BOUNCE_COLUMNS = ["key", "created_by", "agent_id", "message_id", "reason", "boun
 def agents(shell: Shell, place: Place, org_id: str | None) -> None:
     """Show the registered agents.
 
-    For each agent: its health (registered, alive, suspect, dead), for how long it was not heard of, how many
-    of its requests are open, how many messages wait in its inbox, and its coordinator. As JSON, one line for
-    each agent with the ids of the requests and messages.
+    For each agent: its health (registered, alive, suspect, dead, asleep), for how long it was not heard of,
+    how many of its requests are open, how many messages wait in its inbox, and its coordinator. As JSON, one
+    line for each agent with the ids of the requests and messages.
 
     \b
     Example:

@@ -135,6 +135,23 @@ class AgentOperations:
         self.set_health(org_id, agent_id, None, entry)
         return entry
 
+    def put_to_sleep(self, org_id: str, agent_id: str) -> None:
+        """Register an agent that no program runs. Its next registration wakes it."""
+        known = AGENTS.get(self.transaction, org_id, agent_id)
+        if known is not None and self.health(known) != "dead":
+            return
+        if known is None or known.health == "dead":
+            self.count(org_id, 1)
+        entry = AgentEntry(
+            session=self.next_number(),
+            coordinator="",
+            registered_us=self.transaction.wall_us,
+            registered_ns=self.transaction.steady_ns,
+            is_local=False,
+            health="asleep",
+        )
+        self.set_health(org_id, agent_id, None, entry)
+
     def count(self, org_id: str, change: int) -> None:
         """Change the number of agents that count for the organization's limit. Raises `TooMany`."""
         most = self.policy.organization_of(org_id).max_agents
@@ -296,7 +313,9 @@ class AgentOperations:
     def _seen(self, entry: AgentEntry, coordinator: CoordinatorInfo | None) -> "Seen":
         seen_ns, now_ns = self.seen_ns(entry, coordinator), self.transaction.steady_ns
         silent_ns = now_ns - max(seen_ns, entry.registered_ns)
-        health = agents.health_of(entry.registered_ns, seen_ns, now_ns, self.rules)
+        health = entry.health
+        if health != "asleep":
+            health = agents.health_of(entry.registered_ns, seen_ns, now_ns, self.rules)
         return Seen(health, max(0, silent_ns) / NANOS_PER_S)
 
     def health(self, entry: AgentEntry) -> Health:

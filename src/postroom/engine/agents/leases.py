@@ -27,7 +27,7 @@ from postroom.engine.rules.cells import (
     WantedProgram,
 )
 from postroom.engine.rules.policy import Policy
-from postroom.errors import InvalidMessage, TooMany
+from postroom.errors import TooMany
 from postroom.stores.transaction import Transaction
 
 LEASE_S: Final = 3.0  # of a coordinator; another one takes over within 5 s
@@ -103,14 +103,16 @@ class WantedPrograms:
         self.transaction = transaction
         self.policy = policy
 
-    def want(self, org_id: str, agent_id: str, message_id: str, tools: Sequence[str]) -> None:
-        """Store that a supervisor has to run the program of an agent. Raises `TooMany`."""
+    def want(
+        self, org_id: str, agent_id: str, message_id: str, tools: Sequence[str] = (), prompt: str = ""
+    ) -> bool:
+        """Store that a supervisor has to run the program of an agent. Raises `TooMany`.
+
+        Without a configured program the agent sleeps: it wakes when it registers, or when a supervisor has a
+        program for it. Returns whether a program is configured.
+        """
         check_names(org_id, agent_id)
         command = self.policy.agents.program
-        if not command:
-            raise InvalidMessage(
-                "no program for agents is configured: set Policy(agents=AgentRules(program=…))"
-            )
         # Agents that are registered and not dead count, and wanted programs that have not registered.
         known = PROGRAMS.under(self.transaction, org_id, limit=AGENTS_LISTED_MAX)
         wanted = {agent_of(key)[1] for key, _ in known}
@@ -119,17 +121,23 @@ class WantedPrograms:
             most = self.policy.organization_of(org_id).max_agents
             if (AGENT_COUNTS.get(self.transaction, org_id) or 0) + unregistered >= most:
                 raise TooMany(org_id, "agents", most, RETRY_AFTER_S)
-        program = WantedProgram(command, message_id, tuple(tools))
+        program = WantedProgram(command, message_id, tuple(tools), prompt)
         PROGRAMS.put(self.transaction, program, org_id, agent_id)
+        if not command:
+            AgentOperations(self.transaction, self.policy).put_to_sleep(org_id, agent_id)
+        return bool(command)
 
     def _is_counted(self, org_id: str, agent_id: str) -> bool:
         entry = AGENTS.get(self.transaction, org_id, agent_id)
         return entry is not None and entry.health != "dead"
 
     def unwant(self, org_id: str, agent_id: str) -> bool:
-        """Store that the program of an agent has to end; whether one was wanted."""
+        """Store that a program has to end, and forget an agent that sleeps; whether one was wanted."""
         known = PROGRAMS.get(self.transaction, org_id, agent_id)
         PROGRAMS.put(self.transaction, None, org_id, agent_id)
+        entry = AGENTS.get(self.transaction, org_id, agent_id)
+        if entry is not None and entry.health == "asleep":
+            AgentOperations(self.transaction, self.policy).leave(org_id, agent_id, entry.session)
         return known is not None
 
     def wanted_by(self, supervisor: str) -> dict[tuple[str, str], WantedProgram]:
@@ -141,7 +149,13 @@ class WantedPrograms:
         if held is not None and held.name != supervisor and not may_take_over(held.until_ns, now_ns):
             return {}
         COORDINATORS.put(self.transaction, _held_from_now(self.transaction, 0, supervisor), SUPERVISOR)
-        return {agent_of(key): program for key, program in PROGRAMS.all(self.transaction)}
+        configured = self.policy.agents.program
+        wanted = {agent_of(key): program for key, program in PROGRAMS.all(self.transaction)}
+        return {
+            agent: program if program.command else replace(program, command=configured)
+            for agent, program in wanted.items()
+            if program.command or configured
+        }
 
     def release(self, supervisor: str) -> None:
         """Give up the lease of a supervisor that has ended its programs."""

@@ -306,9 +306,11 @@ class WantedProgram(msgspec.Struct, frozen=True, omit_defaults=True):
     """An agent whose program a supervisor keeps running."""
 
     command: tuple[str, ...]
+    """Empty for an agent that sleeps, because no program was configured."""
     message_id: str
     """The `agent_spawn` message that asked for it."""
     tools: tuple[str, ...] = ()
+    prompt: str = ""
 
 
 class Hold(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -370,6 +372,8 @@ RECEIPTS: Final = Kind("engine.receipt", dict[Receipt, int])
 """Message id -> what its recipient has done with it, each with its time."""
 PROGRAMS: Final = Kind("engine.program", WantedProgram)
 """Organization, agent -> the program that runs the agent."""
+REASSIGNED: Final = Kind("engine.reassigned", str)
+"""Message id -> the agent that its next attempts run as, for messages of goals."""
 WORKERS: Final = Kind("engine.worker", WorkerInfo)
 GOALS: Final = Kind("engine.goal", GoalUse)
 RATES: Final = Kind("engine.rate", Bucket)

@@ -22,7 +22,7 @@ from postroom.engine.messages import Body, body_of
 from postroom.engine.rules import holds, ordering, outcomes
 from postroom.engine.rules.admission import over_budget
 from postroom.engine.rules.breakers import Breakers, service_of
-from postroom.engine.rules.cells import CIRCUITS, GOALS, PARKED, PAUSES, SCAN_MAX, SEPARATOR
+from postroom.engine.rules.cells import CIRCUITS, GOALS, PARKED, PAUSES, REASSIGNED, SCAN_MAX, SEPARATOR
 from postroom.engine.rules.extensions import on_claim
 from postroom.engine.rules.holds import HoldRule
 from postroom.engine.rules.policy import Policy
@@ -94,12 +94,22 @@ class Claims:
         transaction.look_ahead(((PAUSES.name, SCAN_MAX), (CIRCUITS.name, 1)), lanes=True)
         transaction.put_back(OVERDUE_A_CLAIM_MAX)
         if self._books is None:
-            return self._claim(limit)
+            return [*map(self._reassigned, self._claim(limit))]
         if transaction.lapsed:
             self._books.settle_all(transaction.lapsed)
-        claimed = self._claim(limit)
+        claimed = [*map(self._reassigned, self._claim(limit))]
         self._books.flush()
         return claimed
+
+    def _reassigned(self, claimed: Claimed) -> Claimed:
+        """A message as the agent that recovery gave it to has it."""
+        body = claimed.body
+        if claimed.record.attempt == 1 or body is None or not body.in_goal:
+            return claimed
+        agent_id = REASSIGNED.get(self._transaction, claimed.record.message_id)
+        if agent_id is None:
+            return claimed
+        return msgspec.structs.replace(claimed, body=msgspec.structs.replace(body, agent_id=agent_id))
 
     def _claim(self, limit: int) -> list[Claimed]:
         if not limit or not self._look_at_rules():

@@ -57,7 +57,7 @@ PAYLOAD_KEYS: Final[dict[str, tuple[str, ...]]] = {
     "memory_save": ("node_id", "properties", "edges", "scope"),
     "memory_retrieve": ("node_id", "query"),
     "memory_update": ("node_id", "changes", "scope"),
-    "agent_spawn": ("agent_id", "tools", "task", "specialized_for"),
+    "agent_spawn": ("agent_id", "tools", "prompt", "task", "specialized_for"),
     "agent_terminate": ("agent_id",),
 }
 """The keys that the default handler of a type knows. A type without a default handler takes any object."""

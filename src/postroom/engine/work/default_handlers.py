@@ -1,6 +1,6 @@
 """Default handlers of the message types about agents. A registered handler of the type replaces them."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from postroom.engine.agents.agent_operations import AgentOperations, check_names
 from postroom.engine.agents.inboxes import Inboxes
@@ -11,6 +11,8 @@ from postroom.errors import ValidationError
 
 if TYPE_CHECKING:
     from postroom.engine.core import EngineCore
+
+PROMPT_CHARS_MAX: Final = 16_000  # the environment of a program holds it
 
 
 def default_handlers(core: "EngineCore") -> dict[str, Handler]:
@@ -30,16 +32,17 @@ def default_handlers(core: "EngineCore") -> dict[str, Handler]:
         core.wakeups.wake_readers()
 
     async def spawn(message: Message, _context: Any) -> dict[str, Any]:
-        """Store that a supervisor has to run the configured program as this agent."""
+        """Store that a supervisor has to run the program as this agent, or that the agent sleeps."""
         agent_id = _field(message, "agent_id")
         tools = _tool_names(message.payload.get("tools", []))
+        prompt = _prompt(message.payload.get("prompt", ""))
         check_names(message.org_id, agent_id)
-        await core.commits.write(
+        has_program = await core.commits.write(
             lambda operations: WantedPrograms(operations.transaction, core.policy).want(
-                message.org_id, agent_id, message.message_id, tools
+                message.org_id, agent_id, message.message_id, tools, prompt
             )
         )
-        return {"agent_id": agent_id}
+        return {"agent_id": agent_id} if has_program else {"agent_id": agent_id, "health": "asleep"}
 
     async def terminate(message: Message, _context: Any) -> dict[str, Any]:
         """Store that the program of this agent has to end."""
@@ -67,6 +70,12 @@ def _tool_names(tools: Any) -> list[str]:
     if len(names) < len(named):
         raise ValidationError('the tools of an agent are a list of names or of {"name": …, "sandbox": …}')
     return names
+
+
+def _prompt(prompt: Any) -> str:
+    if not isinstance(prompt, str) or len(prompt) > PROMPT_CHARS_MAX or "\0" in prompt:
+        raise ValidationError(f"the prompt of an agent is a text of up to {PROMPT_CHARS_MAX} characters")
+    return prompt
 
 
 def _field(message: Message, name: str) -> str:

@@ -160,7 +160,7 @@ function workers([found, wanted, orgId]) {
 }
 
 function agents([health, found]) {
-  const order = ["alive", "registered", "suspect", "dead"];
+  const order = ["alive", "registered", "asleep", "suspect", "dead"];
   const sick = found.filter((one) => one.health === "suspect" || one.health === "dead");
   return section(
     "Agents",

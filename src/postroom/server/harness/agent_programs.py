@@ -115,5 +115,6 @@ def environment_of(org_id: str, agent_id: str, program: WantedProgram) -> dict[s
         "POSTROOM_ORG_ID": org_id,
         "POSTROOM_AGENT_ID": agent_id,
         "POSTROOM_AGENT_TOOLS": ",".join(program.tools),
+        "POSTROOM_AGENT_PROMPT": program.prompt,
         "POSTROOM_SPAWNED_BY": program.message_id,
     }
