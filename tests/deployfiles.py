@@ -45,3 +45,10 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     for pod in pods():
         [container] = pod["spec"]["template"]["spec"]["containers"]
         yield f"kubernetes {pod['metadata']['name']}", container["command"][1:]
+
+
+def dashboard_queries() -> list[str]:
+    """The queries of the dashboard: those of its panels and of its variables."""
+    dashboard = json.loads((DEPLOY / "grafana" / "postroom.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    return queries + [one["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]

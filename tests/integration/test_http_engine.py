@@ -1,6 +1,7 @@
 """The global queue over real HTTP: messages, streams, dead letters and permissions."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from postroom.server.access.registry import Identity
 from postroom.server.http.exchange import Refusal
 from postroom.server.http.task_server import DECODED_AT_ONCE_BYTES
 from postroom.server.routes.engine_handlers import attributed, check_attribution
+from tests.deployfiles import dashboard_queries
 from tests.integration.engineworkers import working
 from tests.integration.harnesses import serving as harness_of
 from tests.integration.servers import Server, serving
@@ -447,6 +449,32 @@ def test_metrics_of_the_queue(server: Server, worker: Engine) -> None:
     assert found["postroom_engine_depth", "P1", "paused"] == 1
     assert found["postroom_engine_workers",] == 1
     assert ("postroom_queue_depth", "org:paused") not in found
+
+
+def samples_of(text: str) -> dict[str, dict[tuple[str, ...], float]]:
+    """The samples of a scrape: name to values by labels."""
+    found: dict[str, dict[tuple[str, ...], float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = tuple(word for pair in sorted(sample.labels.items()) for word in pair)
+            found.setdefault(sample.name, {})[labels] = sample.value
+    return found
+
+
+@pytest.mark.statement("metrics-standard")
+def test_every_query_of_the_dashboard_has_its_metric_in_a_scrape(server: Server, worker: Engine) -> None:
+    dead(server)  # it has ended when this returns, so its events are committed
+    text = server.get("boss", "/metrics").body.decode()
+    found = samples_of(text)
+    assert found["postroom_events_total"]["kind", "dead_letter"] > 0
+    labels = ("organization", "acme", "priority", "P2", "type", "tool_call")
+    for time in ("wait", "run", "total"):
+        assert found[f"postroom_{time}_seconds_count"][labels] > 0
+    assert sum(found["postroom_errors_total"].values()) > 0
+    for query in dashboard_queries():
+        [name] = set(re.findall(r"postroom_\w+", query))
+        has_no_sample_yet = re.search(rf"^# TYPE {name} (counter|gauge)$", text, re.MULTILINE)
+        assert name in found or has_no_sample_yet, query
 
 
 APP = """

@@ -1,18 +1,20 @@
 """`GET /metrics`: the counters of the store and of the server, in the text format of Prometheus.
 
-Rule 1: nothing is counted here. One scrape reads counters that the store and the server keep anyway.
+Rule 1: nothing is counted here. One scrape reads counters that the store and the server keep anyway, and what
+        the events of the store add up to.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
 from postroom.contracts.tasks.tasks import AgentStatus, TasksStatus
 from postroom.engine.inspection import EngineStatus
 from postroom.server.harness.harness import HarnessStatus
+from postroom.server.telemetry.event_counts import EventCounts, Labels, Time
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -25,6 +27,7 @@ class ServerCounters(NamedTuple):
     commits: int
     requests: Mapping[tuple[str, int], int]
     """Answered requests by route and status."""
+    events: EventCounts
 
 
 def metrics_text(tasks: TasksStatus, engine: EngineStatus, server: ServerCounters) -> bytes:
@@ -50,6 +53,7 @@ class _TaskServer(Collector):
                 "postroom_held_up", "Enqueues delayed or refused by the backlog.", self._tasks.held_up
             )
         yield from _organizations(self._engine)
+        yield from _events(self._server.events)
         yield from _harness(self._server.harness)
         yield GaugeMetricFamily("postroom_waiting_requests", "Long polls under way.", self._server.long_polls)
         yield CounterMetricFamily("postroom_commits", "Commits made for HTTP requests.", self._server.commits)
@@ -102,6 +106,41 @@ def _organizations(engine: EngineStatus) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "postroom_engine_wanted_workers", "Workers that the backlog asks for.", engine.wanted_workers
     )
+
+
+TIMES: Final[Mapping[Time, str]] = {
+    "wait": "How long messages waited until a delivery.",
+    "run": "How long workers held messages until an end or a failure.",
+    "total": "From the acceptance of messages to their end.",
+}
+
+
+def _events(counts: EventCounts) -> list[Metric]:
+    with counts.mutex:
+        promoted = "Messages delivered in a higher class because they waited long."
+        found = [
+            _counter("postroom_events", "Events by kind.", ["kind"], counts.kinds),
+            _counter("postroom_errors", "Failed attempts by class.", ["error_type"], counts.errors),
+            _counter("postroom_engine_lapses", "Leases that ran out.", ["organization"], counts.lapses),
+            _counter("postroom_promoted", promoted, ["organization", "priority"], counts.promoted),
+            _counter("postroom_tokens", "Tokens of models by outcome.", ["model", "outcome"], counts.tokens),
+        ]
+        for time, said in TIMES.items():
+            labels = ["organization", "type", "priority"]
+            times = HistogramMetricFamily(f"postroom_{time}_seconds", said, labels=labels)
+            for values, one in sorted(counts.times[time].items()):
+                times.add_metric(values, one.buckets(), one.sum_s)
+            found.append(times)
+        return found
+
+
+def _counter(
+    name: str, said: str, labels: list[str], counts: Mapping[str, int] | Mapping[Labels, int]
+) -> Metric:
+    found = CounterMetricFamily(name, said, labels=labels)
+    for values, count in sorted(counts.items()):
+        found.add_metric([values] if isinstance(values, str) else values, count)
+    return found
 
 
 def _harness(status: HarnessStatus) -> Iterator[Metric]:

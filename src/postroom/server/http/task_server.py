@@ -36,6 +36,7 @@ from postroom.server.harness.harness import Harness
 from postroom.server.http.exchange import HttpRequest
 from postroom.server.http.long_polls import WAITERS_MAX, ResultPolls, TaskPolls
 from postroom.server.http.writer import StoreWriter
+from postroom.server.telemetry.event_counts import EventCounts
 from postroom.server.telemetry.server_log import ServerLog
 from postroom.server.up.parts import part_states
 
@@ -64,6 +65,8 @@ BODY_BYTES_RESERVE = 128 * 1024 * 1024
 TERMS_KEPT_MAX = 1_024
 HEALTH_CHECK_S = 0.5
 EXPIRED_EVERY_S = 5.0  # seconds between checks for open calls whose tokens ended by their time alone
+COUNT_EVERY_S = 1.0
+SCRAPE_LATE_S = 300.0  # without a scrape, after which events are not counted in between
 FLOW_WAIT_S = 1.0  # after it, `/health` answers with what the last read found
 
 
@@ -138,6 +141,9 @@ class TaskServer:
         self.task_spans: TaskSpans | None = None
         """None without telemetry."""
         self.requests: Counter[tuple[str, int]] = Counter()
+        self._event_counts = EventCounts(tasks.store)
+        self._counting: asyncio.Task[None] | None = None
+        self._scraped = 0.0
         self._loop = asyncio.get_running_loop()
         self._readers = SharedThreads("postroom-reader", READERS, READERS_A_TOKEN_MAX)
         self._bus_threads = SharedThreads("postroom-bus", BUS_THREADS, BUS_THREADS_A_TOKEN_MAX)
@@ -258,6 +264,21 @@ class TaskServer:
             lambda found: status_of(Operations(found, policy), policy, with_idle=False).health_facts()
         )
 
+    async def counted_events(self) -> EventCounts:
+        """What the events of the store add up to. They are counted in between until no scrape comes."""
+        self._scraped = self._loop.time()
+        await asyncio.to_thread(self._event_counts.read)
+        if self._counting is None or self._counting.done():
+            self._counting = asyncio.create_task(self._count_events())
+        return self._event_counts
+
+    async def _count_events(self) -> None:
+        """A retention that forgets events between two scrapes would hide them."""
+        while self._loop.time() < self._scraped + SCRAPE_LATE_S:
+            await asyncio.sleep(COUNT_EVERY_S)
+            with suppress(PostroomError):  # the store is not available: the next look goes on
+                await asyncio.to_thread(self._event_counts.read)
+
     async def coordinator(self) -> Coordinator:
         """The coordinator of this server. It starts with the first call for an agent."""
         async with self._coordinator_starts:
@@ -288,6 +309,8 @@ class TaskServer:
 
     def end_waits(self) -> None:
         """End all long polls and streams, so that the server can stop."""
+        if self._counting is not None:
+            self._counting.cancel()
         self.long_polls.end()
 
     def close(self) -> None:

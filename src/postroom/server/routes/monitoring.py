@@ -48,8 +48,9 @@ async def metrics(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     status = await server.read_for(request, server.tasks.status)
     engine = await server.read_for(request, lambda: engine_status(server))
+    events = await server.counted_events()
     counters = ServerCounters(
-        server.harness.status(), server.long_polls.count, server.writer.turns, server.requests
+        server.harness.status(), server.long_polls.count, server.writer.turns, server.requests, events
     )
     headers = ((b"content-type", CONTENT_TYPE.encode()),)
     text = await server.read_for(request, lambda: metrics_text(status, engine, counters))
