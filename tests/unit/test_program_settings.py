@@ -4,10 +4,10 @@ import tomllib
 
 import pytest
 
-from postroom.cli.connect.program_settings import PROGRAMS, Entry
+from postroom.cli.connect.program_settings import PROGRAMS, ServerEntry
 from postroom.errors import InvalidSetting
 
-ENTRY = Entry(
+ENTRY = ServerEntry(
     ["/opt/post room/postroom", "mcp", "--data", 'a "b" \\ ü\x7f', "--agent", "planner"],
     {"POSTROOM_TOKEN": "pr_secret"},
 )
@@ -25,7 +25,7 @@ def test_entry_is_added_read_replaced_and_removed(name: str) -> None:
     assert found is not None
     assert (list(found.command), dict(found.env)) == (list(ENTRY.command), dict(ENTRY.env))
     assert (found.option("--agent"), found.option("--url")) == ("planner", None)
-    other = Entry(["postroom", "mcp"], {})
+    other = ServerEntry(["postroom", "mcp"], {})
     again = program.read(program.add(added, other))
     assert again is not None
     assert list(again.command) == list(other.command)

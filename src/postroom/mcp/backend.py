@@ -37,7 +37,7 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 
 
-class Caller:
+class ToolCaller:
     """Whether the caller of a tool is still there."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class Backend(ABC):
         `as_agent` makes an operator act as its agent. `wait_s` is how long the route may wait. `put_back` is
         the verb that undoes the call; it is called with an answer that comes after the caller has left.
         """
-        caller = Caller()
+        caller = ToolCaller()
         answering = asyncio.ensure_future(self._call(verb, caller, as_agent, wait_s))
         try:
             return await asyncio.shield(answering)
@@ -112,7 +112,7 @@ class Backend(ABC):
                 await self.ask(put_back(answer), as_agent=as_agent)
 
     @abstractmethod
-    async def _call(self, verb: Verb, caller: Caller, as_agent: bool, wait_s: float) -> Any:
+    async def _call(self, verb: Verb, caller: ToolCaller, as_agent: bool, wait_s: float) -> Any:
         """Send a verb. See `ask`."""
 
     async def attended(self, running: Coroutine[Any, Any, T]) -> T:
@@ -190,7 +190,7 @@ class LocalBackend(Backend):
                 self._app.server, what, error, self._identity, self._client, token=self._token, via="mcp"
             )
 
-    async def _call(self, verb: Verb, caller: Caller, as_agent: bool, wait_s: float) -> Any:
+    async def _call(self, verb: Verb, caller: ToolCaller, as_agent: bool, wait_s: float) -> Any:
         self.check_token()  # again: a tool that waits makes many calls
         method, (path, body) = verb.route.method, verb.target(lambda _, value: quoted(value))
         path, _, query = path.partition("?")
@@ -228,7 +228,7 @@ class LocalBackend(Backend):
 class _Exchange:
     """One request to an ASGI application, and its reply."""
 
-    def __init__(self, body: bytes, caller: Caller) -> None:
+    def __init__(self, body: bytes, caller: ToolCaller) -> None:
         self._body: bytes | None = body
         self._caller = caller
         self.status = 0
@@ -262,7 +262,7 @@ class RemoteBackend(Backend):
         acting = {"postroom-agent": f"{self.org}/{self.agent}"} if self.is_operator else {}
         self._as_agent = HttpClient(url, token, headers=acting)
 
-    async def _call(self, verb: Verb, caller: Caller, as_agent: bool, wait_s: float) -> Any:
+    async def _call(self, verb: Verb, caller: ToolCaller, as_agent: bool, wait_s: float) -> Any:
         verb.target(lambda _, value: quoted(value))  # refuses names with a slash
         client, polls = self._as_agent if as_agent else self._own, caller.polls if wait_s else None
         return await asyncio.to_thread(client.call, verb, timeout_s=TIMEOUT_S + wait_s, long_polls=polls)

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import click
 
-from postroom.cli.connect.program_settings import PROGRAMS, Entry, Program
+from postroom.cli.connect.program_settings import PROGRAMS, Program, ServerEntry
 from postroom.cli.program import TOKEN_VARIABLE
 from postroom.cli.render import warn
 from postroom.cli.server_options import token_option
@@ -107,7 +107,7 @@ def _connect(
     command = [*_own_program(), "mcp", *place, "--agent", agent, "--org", org]
 
     def after(made: str, token_id: str) -> str:
-        entry = Entry(command, {TOKEN_VARIABLE: made, TOKEN_ID_VARIABLE: token_id})
+        entry = ServerEntry(command, {TOKEN_VARIABLE: made, TOKEN_ID_VARIABLE: token_id})
         return str(_in_file(path, partial(program.add, before, entry)))
 
     old = _in_file(path, partial(program.read, before))
@@ -194,7 +194,7 @@ def list_programs(shell: Shell, check: bool) -> None:
     shell.output.rows(columns, rows, empty="no agent program is connected")
 
 
-def _checked(entry: Entry) -> str:
+def _checked(entry: ServerEntry) -> str:
     """Why a round trip with our tools fails; empty when it works."""
     import asyncio
 

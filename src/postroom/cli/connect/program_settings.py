@@ -20,7 +20,7 @@ _END = "# End of postroom."
 _BLOCK = re.compile(rf"\n*{re.escape(_BEGIN)}\n.*?{re.escape(_END)}\n", re.DOTALL)
 
 
-class Entry(NamedTuple):
+class ServerEntry(NamedTuple):
     """How an agent program starts our MCP server."""
 
     command: Sequence[str]
@@ -38,8 +38,8 @@ class Program(NamedTuple):
     title: str
     path: Callable[[Mapping[str, str]], Path]
     """The settings file, found by the variables of the environment."""
-    read: Callable[[str], Entry | None]
-    add: Callable[[str, Entry], str]
+    read: Callable[[str], ServerEntry | None]
+    add: Callable[[str, ServerEntry], str]
     remove: Callable[[str], str]
 
 
@@ -50,15 +50,15 @@ def _home(environ: Mapping[str, str]) -> Path:
 # ---- Codex, whose settings are TOML ------------------------------------------------------------------
 
 
-def _read_toml(text: str) -> Entry | None:
+def _read_toml(text: str) -> ServerEntry | None:
     try:
         found = tomllib.loads(text).get("mcp_servers", {}).get(SERVER)
     except tomllib.TOMLDecodeError as error:
         raise InvalidSetting(f"the settings are not TOML: {error}") from None
-    return found and Entry((found.get("command", ""), *found.get("args", ())), found.get("env", {}))
+    return found and ServerEntry((found.get("command", ""), *found.get("args", ())), found.get("env", {}))
 
 
-def _add_toml(text: str, entry: Entry) -> str:
+def _add_toml(text: str, entry: ServerEntry) -> str:
     rest = _remove_toml(text)
     if _read_toml(rest) is not None:
         raise InvalidSetting(f"[mcp_servers.{SERVER}] was written by somebody else: remove it first")
@@ -91,7 +91,7 @@ def _remove_toml(text: str) -> str:
 
 
 def _json_program(
-    title: str, path: Callable[[Mapping[str, str]], Path], section: str, shape: Callable[[Entry], Any]
+    title: str, path: Callable[[Mapping[str, str]], Path], section: str, shape: Callable[[ServerEntry], Any]
 ) -> Program:
     """A program whose file has MCP servers under `section`; `shape` is how it writes one."""
 
@@ -104,15 +104,15 @@ def _json_program(
             raise InvalidSetting(f"the settings are not an object with an object {section!r}")
         return found
 
-    def read(text: str) -> Entry | None:
+    def read(text: str) -> ServerEntry | None:
         found = parsed(text).get(section, {}).get(SERVER)
         if found is None:
             return None
         command = found.get("command", "")
         whole = command if isinstance(command, list) else [command, *found.get("args", ())]
-        return Entry(whole, found.get("env") or found.get("environment") or {})
+        return ServerEntry(whole, found.get("env") or found.get("environment") or {})
 
-    def add(text: str, entry: Entry) -> str:
+    def add(text: str, entry: ServerEntry) -> str:
         settings = parsed(text)
         settings[section] = settings.get(section, {}) | {SERVER: shape(entry)}
         return _printed(settings, text)
@@ -132,7 +132,7 @@ def _printed(settings: dict[str, Any], before: str) -> str:
     return json.dumps(settings, indent=indent[1] if indent else 2, ensure_ascii=False) + "\n"
 
 
-def _stdio(entry: Entry) -> dict[str, Any]:
+def _stdio(entry: ServerEntry) -> dict[str, Any]:
     command, *arguments = entry.command
     return {"command": command, "args": arguments, "env": dict(entry.env)}
 
