@@ -61,22 +61,30 @@ def own(transaction: Transaction, queue: str, org: str) -> None:
 
 def insert(transaction: Transaction, envelopes: Sequence[Envelope]) -> list[Accepted]:
     """Store new tasks, all or none. Raises `Overloaded` when an organization has no room for its tasks."""
-    owned = {
-        queue: org for queue in {one.queue for one in envelopes} if (org := owner_of(transaction, queue))
-    }
-    if not owned:
+    owners: dict[str, str] = {}
+    for envelope in envelopes:
+        if envelope.queue not in owners:
+            owners[envelope.queue] = owner_of(transaction, envelope.queue)
+    if not any(owners.values()):
         return transaction.insert(envelopes)
+    return _insert_owned(transaction, envelopes, owners)
+
+
+def _insert_owned(
+    transaction: Transaction, envelopes: Sequence[Envelope], owners: Mapping[str, str]
+) -> list[Accepted]:
+    """As `insert`, for tasks of which some belong to an organization. `owners` has it for each queue."""
     shares: dict[str, list[Envelope]] = {}
     for envelope in envelopes:
-        if envelope.queue in owned:
-            shares.setdefault(owned[envelope.queue], []).append(envelope)
-    unused = _unused(transaction, [*owned])
+        if org := owners[envelope.queue]:
+            shares.setdefault(org, []).append(envelope)
+    unused = _unused(transaction, [queue for queue, org in owners.items() if org])
     stored = {org: _with_room(transaction, org, new, unused) for org, new in shares.items()}
     accepted = transaction.insert(envelopes)
     added: dict[str, list[str]] = {org: [] for org in shares}
     for envelope, one in zip(envelopes, accepted, strict=True):
-        if not one.duplicate and envelope.queue in owned:
-            added[owned[envelope.queue]].append(envelope.queue)
+        if not one.duplicate and (org := owners[envelope.queue]):
+            added[org].append(envelope.queue)
     for org, queues in added.items():
         if queues:
             before, begun = stored[org], unused.intersection(queues)
