@@ -193,6 +193,7 @@ def test_p0_message_to_an_open_service_fails_at_once(rule: Breaker, p0: str, oth
     failing_with(world, ConnectionError("down"), retry=NO_RETRY)
     fail_calls(world, 1)
     urgent, other = world.submit(priority=0), world.submit(priority=1)
+    assert ("dead letter" in world.wait(urgent.explain())) == (p0 == "DEAD_LETTER")
     world.run_all()
     assert (world.state(urgent), world.state(other)) == (p0, others)
     if p0 == "DEAD_LETTER":

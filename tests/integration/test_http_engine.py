@@ -407,6 +407,8 @@ def test_dead_letters_are_listed_replayed_and_purged(server: Server, worker: Eng
     assert server.get("boss", "/engine/dlq?since=never").status == 400
     shown = server.get("caller", f"/engine/dlq/{first}").json
     assert shown["failure_reason"] == "ValueError: no such thing"
+    again = server.post("caller", "/engine/messages", **shown["original_message"])
+    assert (again.status, again.json) == (202, {"message_id": first, "duplicate": True})
     dry = server.post("boss", "/engine/dlq/replay", message_ids=[first], dry_run=True)
     assert (dry.status, dry.json) == (
         202,

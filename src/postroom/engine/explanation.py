@@ -132,7 +132,10 @@ def _why_queued(operations: Operations, policy: Policy, stored: Stored, routes: 
     circuit = Breakers(transaction, policy).held_by(service, record.message_id) if service else None
     if circuit is not None and service is not None:
         why = f"the breaker of service {service.name} is {circuit.state}. A probe is allowed in "
-        found.append(_Hold(f"{why}{_left_s(transaction, circuit.open_until):.0f} s.", circuit.open_until))
+        why = f"{why}{_left_s(transaction, circuit.open_until):.0f} s."
+        if policy.breaker_of(service.name).fails(record.priority):
+            why = f"{why} The next claim makes the message a dead letter."
+        found.append(_Hold(why, circuit.open_until))
     short = _why_short(transaction, policy, record, kind, body)
     if short is not None:
         found.append(short)

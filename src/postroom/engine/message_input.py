@@ -446,6 +446,8 @@ def _resource_limits(value: object) -> ResourceLimits | None:
 
 
 def _key(name: str, value: object) -> str:
+    if value is None:  # as of most messages
+        return ""
     text = _text(name, value, KEY_CHARS_MAX)
     if not text.isprintable():
         raise InvalidMessage(f"{name} must be printable text, not {shown(text)}")

@@ -37,6 +37,10 @@ class Breaker(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         fit_fields(self)
 
+    def fails(self, priority: int) -> bool:
+        """Whether messages of an open service fail that were accepted with this priority; else they wait."""
+        return (self.on_open if priority else self.p0) == "fail"
+
 
 class Circuit(msgspec.Struct, frozen=True, omit_defaults=True):
     """The state of one service's breaker."""

@@ -393,8 +393,7 @@ class Claims:
             self._breakers.let_through(service, record.message_id, self._lease_ns)
             return True
         reason = f"the breaker of service {service.name} is open"
-        rule = self._policy.breaker_of(service.name)
-        if (rule.on_open if record.priority else rule.p0) == "fail":
+        if self._policy.breaker_of(service.name).fails(record.priority):
             self._fail(head, reason, "BreakerOpen")
             return False
         self._defer(record, breaker.wait_ns(circuit, self._transaction.steady_ns), reason)
