@@ -4,13 +4,13 @@ from msgspec.structs import replace
 
 from postroom.core.health import alerts
 from postroom.core.health.alerts import MICROS_PER_S, POISON, REPEAT_S, AlertFacts
-from postroom.core.health.diagnosis import (
+from postroom.core.health.diagnosis import diagnose
+from postroom.core.health.facts import (
     CertificateFacts,
     ClockFacts,
     EnvironmentFacts,
     Facts,
     FolderFacts,
-    diagnose,
 )
 from postroom.core.lifecycle.backpressure import CRITICAL, EMERGENCY, EMERGENCY_STAGE, HEAVY
 from postroom.message import Alert

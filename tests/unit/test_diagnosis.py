@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from postroom.core.health.diagnosis import (
+from postroom.core.health.diagnosis import Finding, diagnose, worst
+from postroom.core.health.facts import (
     BacklogFacts,
     ClockFacts,
     DatabaseFacts,
     EnvironmentFacts,
     Facts,
     FileFault,
-    Finding,
     FolderFacts,
     LeaseFacts,
     MoveFacts,
@@ -21,8 +21,6 @@ from postroom.core.health.diagnosis import (
     ShipperFacts,
     StoreFacts,
     TokenFacts,
-    diagnose,
-    worst,
 )
 
 NOW_US = 1_800_000_000_000_000

@@ -11,7 +11,8 @@ from postroom.core.text import visible_line
 from postroom.errors import PostroomError
 
 if TYPE_CHECKING:
-    from postroom.core.health.diagnosis import Facts, Finding, MoveFacts
+    from postroom.core.health.diagnosis import Finding
+    from postroom.core.health.facts import Facts, MoveFacts
     from postroom.core.health.health import Level
 
 INDENT = " " * 9

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING
 import apsw
 import msgspec
 
-from postroom.core.health.diagnosis import (
-    LEASE_LATE_S,
-    LEASE_LONG_S,
+from postroom.core.health.diagnosis import LEASE_LATE_S, LEASE_LONG_S
+from postroom.core.health.facts import (
     BacklogFacts,
     CertificateFacts,
     ClockFacts,

@@ -9,7 +9,7 @@ from postroom.audit.layout import holds_stream
 from postroom.audit.verify import verify as verify_stream
 from postroom.contracts.bus import Bus
 from postroom.core.formats.manifest import MANIFEST_FILE, STORE, STREAM
-from postroom.core.health.diagnosis import FileFault
+from postroom.core.health.facts import FileFault
 from postroom.errors import KeyMissing, PostroomError, StoreUnwritable
 from postroom.logs import busfile
 from postroom.logs.mail_log import damaged_stretches
