@@ -138,13 +138,6 @@ def running(server: Harness) -> Iterator[Harness]:
         thread.join()
 
 
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "FIRST_PAUSE_S", 0.001)
-    for module in (connections, tasks, worker):
-        monkeypatch.setattr(module, "PAUSE_S_MAX", 0.01)
-
-
 def given(**facts: Any) -> Answer:
     task = {
         "task_id": "t1",
@@ -163,7 +156,10 @@ ACCEPTED = Answer(202, {"task_id": "t1"})
 
 
 def client_of(server: Harness, **options: Any) -> TaskClient:
-    return TaskClient(server.url, agent="triage", token=TOKEN, **{"worker": "w", "timeout_s": 5.0, **options})
+    given = {"worker": "w", "timeout_s": 5.0, **options}
+    client = TaskClient(server.url, agent="triage", token=TOKEN, **given)
+    client.pauses = connections.RetryPauses(0.001, 0.01)
+    return client
 
 
 # ---- what it may import ------------------------------------------------------------------------------
@@ -422,17 +418,15 @@ def test_a_server_that_does_not_answer_in_time_is_unreachable() -> None:
         hold.set()
 
 
-def test_pauses_are_random_and_grow_and_obey_the_server_within_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.undo()
-    for attempt, longest_s in ((0, 0.1), (1, 0.2), (3, 0.8), (40, connections.PAUSE_S_MAX)):
-        pauses = {connections.pause_s(attempt, 0.0) for _ in range(200)}
+def test_pauses_are_random_and_grow_and_obey_the_server_within_reason() -> None:
+    usual = connections.RetryPauses()
+    for attempt, longest_s in ((0, 0.1), (1, 0.2), (3, 0.8), (40, usual.longest_s)):
+        pauses = {usual.after(attempt, 0.0) for _ in range(200)}
         assert len(pauses) > 100
         assert max(pauses) <= longest_s
         assert max(pauses) > longest_s / 2
-    assert 5.0 <= connections.pause_s(0, 5.0) <= 5.1
-    assert connections.pause_s(0, 1e9) <= connections.RETRY_AFTER_S_MAX + 0.1
+    assert 5.0 <= usual.after(0, 5.0) <= 5.1
+    assert usual.after(0, 1e9) <= connections.RETRY_AFTER_S_MAX + 0.1
     assert [connections._retry_after_s(text) for text in ("2", "", "soon", "-1")] == [2.0, 0.0, 0.0, 0.0]
 
 

@@ -101,16 +101,12 @@ def test_an_inherited_notifier_works_in_a_forked_child(notifier: Notifier, no_ch
         ringing.join()
 
 
+@pytest.mark.parametrize("call", ["inotify_new", "inotify_add"])
 def test_without_inotify_notifications_of_other_processes_are_missed(
-    notifier: Notifier, monkeypatch: pytest.MonkeyPatch
+    notifier: Notifier, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(module, "inotify_new", lambda: -1)
-    with notifier.subscribed("q", lambda: None):
-        assert not notifier.hears_other_processes
-
-
-def test_an_unwatchable_folder_is_not_an_error(notifier: Notifier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "inotify_add", lambda *_: -1)
+    """The system has no inotify, or the folder cannot be watched."""
+    monkeypatch.setattr(module, call, lambda *_: -1)
     with notifier.subscribed("q", lambda: None):
         assert not notifier.hears_other_processes
 

@@ -12,7 +12,7 @@ import msgspec
 
 from postroom.calls.verb import Verb
 from postroom.client import arguments
-from postroom.client.connections import Call, Connections, LongPolls, pause_s
+from postroom.client.connections import Call, Connections, LongPolls, RetryPauses
 from postroom.errors import HarnessRefused, Overloaded, Unavailable
 
 TIMEOUT_S = 10.0  # of one call; a long poll adds its own time
@@ -37,6 +37,8 @@ def _part_of_path(name: str, value: Any) -> str:
 
 class HttpClient:
     """The base of every client. Safe to share between threads."""
+
+    pauses = RetryPauses()
 
     def __init__(
         self,
@@ -108,7 +110,7 @@ class HttpClient:
             except Unavailable as error:
                 if attempt >= retries or call.aborted:
                     raise
-                time.sleep(pause_s(attempt, getattr(error, "retry_after_s", 0.0)))
+                time.sleep(self.pauses.after(attempt, getattr(error, "retry_after_s", 0.0)))
         raise AssertionError("unreachable")  # pragma: no cover - the loop has no end
 
     def events(

@@ -51,8 +51,6 @@ from postroom.errors import (
     WrongState,
 )
 
-FIRST_PAUSE_S = 0.1  # before a call is repeated; doubled each time, with jitter
-PAUSE_S_MAX = 2.0
 RETRY_AFTER_S_MAX = 30.0  # a longer `Retry-After` is cut to this
 ANSWER_BYTES_MAX = 256 * 1024 * 1024
 IDLE_CONNECTIONS_MAX = 64
@@ -327,7 +325,13 @@ def _retry_after_s(header: str) -> float:
         return 0.0
 
 
-def pause_s(attempt: int, retry_after_s: float) -> float:
-    """How long to wait before a call is repeated. Random, so that many agents do not return at once."""
-    longest_s = min(PAUSE_S_MAX, FIRST_PAUSE_S * 2**attempt)
-    return min(retry_after_s, RETRY_AFTER_S_MAX) + random.uniform(0.0, longest_s)  # noqa: S311 - not a secret
+class RetryPauses(msgspec.Struct, frozen=True):
+    """How long a client waits before it repeats a call. Users do not set it."""
+
+    first_s: float = 0.1  # doubled each time, with jitter
+    longest_s: float = 2.0
+
+    def after(self, attempt: int, retry_after_s: float) -> float:
+        """A pause in seconds. Random, so that many agents do not return at once."""
+        longest_s = min(self.longest_s, self.first_s * 2**attempt)
+        return min(retry_after_s, RETRY_AFTER_S_MAX) + random.uniform(0.0, longest_s)  # noqa: S311 - not a secret

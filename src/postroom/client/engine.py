@@ -32,7 +32,6 @@ from postroom.calls.messages import ListFields, MessageList, MessagesAnswer, Rep
 from postroom.calls.submit import ChildFields, MessageOptions
 from postroom.client import arguments
 from postroom.client.calls import CHANGE_TIMEOUT_S, HttpClient, deadline_after
-from postroom.client.connections import pause_s
 from postroom.client.goals import DecisionCalls, GoalCalls, GraphCalls
 from postroom.errors import (
     AgentReplaced,
@@ -179,7 +178,7 @@ class EngineClient(HttpClient):
                 failed = next(failures)
                 if failed >= self.retries:
                     raise
-                time.sleep(pause_s(failed, error.retry_after_s))
+                time.sleep(self.pauses.after(failed, error.retry_after_s))
         raise TimeoutError(f"the answer to {message_id} did not come within {timeout_s:g} s")
 
     def _parts(self, message_id: str, after: str, until: float) -> Iterator[dict[str, Any]]:
@@ -427,7 +426,7 @@ class RemoteAgent:
                 failed = next(failures)
                 if failed >= self._client.retries:
                     raise
-                time.sleep(pause_s(failed, error.retry_after_s))
+                time.sleep(self._client.pauses.after(failed, error.retry_after_s))
             else:
                 return
 

@@ -40,7 +40,7 @@ from postroom.calls.tasks import (
 )
 from postroom.client import arguments
 from postroom.client.calls import RETRIES, TIMEOUT_S, HttpClient, deadline_after
-from postroom.client.connections import PAUSE_S_MAX, LongPolls
+from postroom.client.connections import LongPolls
 from postroom.client.worker import LEASE_OVER, LEASE_S, Task, TaskEnd, TaskWorker
 from postroom.errors import (
     InvalidMessage,
@@ -290,7 +290,7 @@ class TaskClient(HttpClient):
                     return
             except PostroomError as error:
                 _log.warning("no heartbeat for task %s: %s", task.task_id, error)
-                wait_s = min(every_s, PAUSE_S_MAX)
+                wait_s = min(every_s, self.pauses.longest_s)
                 if time.monotonic() - confirmed > task.lease_s:
                     self._mark_lost(task, heartbeats, _unconfirmed(heartbeats))
                     return

@@ -21,7 +21,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
-from postroom.client.connections import PAUSE_S_MAX, LongPolls
+from postroom.client.connections import LongPolls, RetryPauses
 from postroom.client.nudge_endpoint import nudge_endpoint
 from postroom.errors import (
     NotAllowed,
@@ -61,6 +61,7 @@ class TaskCalls(Protocol):
     """The calls of a client that a worker makes."""
 
     poll_every_s: float
+    pauses: RetryPauses
 
     def kept_alive(self, task: Task) -> contextlib.AbstractContextManager[Task]: ...
 
@@ -345,7 +346,7 @@ class TaskWorker:
                 refused, report = True, self._failed(task, str(error))
             except Unavailable as error:
                 _log.warning("the report about task %s has to wait: %s", task.task_id, error)
-                if task.lost.wait(PAUSE_S_MAX):
+                if task.lost.wait(self._client.pauses.longest_s):
                     return report._replace(outcome="lost"), None
             else:
                 return report, self._accept(claimed)
