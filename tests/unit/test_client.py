@@ -184,6 +184,7 @@ def test_client_imports_only_the_standard_library_and_msgspec() -> None:
         "postroom.client.calls",
         "postroom.client.connections",
         "postroom.client.engine",
+        "postroom.client.goals",
         "postroom.client.nudge_endpoint",
         "postroom.client.tasks",
         "postroom.client.worker",
