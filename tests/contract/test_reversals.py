@@ -53,7 +53,10 @@ def test_a_rollback_uses_the_handler_whose_name_is_the_opposite(world: EngineUnd
     events = calendar(world)
     create_events(world, 3)
     assert len(events) == 3
+    before = world.wait(world.engine.goals.effects("g"))
+    assert [(one.reversal_class, one.reversal) for one in before] == [("IRREVERSIBLE", None)] * 3
     world.wait(world.engine.goals.rollback("g#1"))
+    assert world.wait(world.engine.goals.effects("g")) == []
     world.run_all()
     assert events == []
     assert world.wait(world.engine.goals.status("g")).state == "ACTIVE"
@@ -75,6 +78,8 @@ def test_a_reversal_whose_arguments_are_not_known_is_confirmed_by_a_person(world
         world.wait(world.engine.goals.rollback("g#1"))
     assert world.wait(world.engine.decisions.list()) == [asked], "it is asked once"
     world.wait(world.engine.decisions.answer(asked.decision_id, "delete_event"))
+    [found] = world.wait(world.engine.goals.effects("g"))
+    assert (found.reversal_class, found.reversal["type"]) == ("REVERSIBLE", "delete_event")
     world.wait(world.engine.goals.rollback("g#1"))
     world.run_all()
     assert events == []

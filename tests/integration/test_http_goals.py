@@ -24,7 +24,8 @@ from tests.waiting import HANG_GUARD_S
 
 CALLERS = 8
 READS = ("/engine/goals", "/engine/goals/launch", "/engine/goals/launch/checkpoints", "/engine/decisions",
-         "/engine/conflicts", "/page/goals", "/page/goals/launch", "/page/decisions")  # fmt: skip
+         "/engine/conflicts", "/engine/goals/launch/effects", "/page/goals",
+         "/page/goals/launch", "/page/decisions")  # fmt: skip
 BAD_IDS = (
     "nothing",
     "launch%231",
@@ -131,9 +132,18 @@ def test_an_operator_of_one_organization_sees_only_its_goals(site: Site, decisio
     assert site.get("bolt", "/engine/goals").body == {"goals": []}
     assert site.get("bolt", "/engine/decisions").body == {"decisions": []}
     assert site.get("bolt", "/engine/conflicts").body == {"active": [], "waiting": []}
-    for path in ("/engine/goals/launch", "/engine/goals/launch/checkpoints", decision, "/page/goals/launch"):
+    for path in (*(path for path in READS if "launch" in path), decision):
         known, unknown = site.get("bolt", path), site.get("bolt", path.replace("launch", "nothing"))
         assert refused(known, 404).replace("launch", "nothing") == refused(unknown, 404)
+
+
+def test_the_effects_of_a_goal_are_shown_with_what_undoes_them(site: Site) -> None:
+    [effect] = site.get("acme", "/engine/goals/launch/effects").body["effects"]
+    assert (effect["key"], effect["reversal_class"]) == ("send-newsletter", "IRREVERSIBLE")
+    with EngineClient(site.world.url, site.tokens["acme"]) as client:
+        assert client.goals.effects("launch") == [effect]
+    where = ("--url", site.world.url, "--token", site.tokens["acme"])
+    assert postroom("engine", "goals", "effects", "launch", *where).line == effect
 
 
 def test_a_rule_is_shown_to_its_organization_and_can_be_removed(site: Site) -> None:

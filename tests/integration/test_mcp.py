@@ -38,7 +38,7 @@ from tests.integration.mcpclients import (
 from tests.waiting import HANG_GUARD_S
 
 GOALS = {
-    "goals", "goal", "start_goal", "complete_goal", "fail_goal", "checkpoints", "take_checkpoint",
+    "goals", "goal", "start_goal", "complete_goal", "fail_goal", "checkpoints", "effects", "take_checkpoint",
     "roll_back_goal", "goal_context", "set_goal_context", "read_node", "save_node", "update_node",
     "decisions", "decide", "rules", "remove_rule",
 }  # fmt: skip

@@ -82,6 +82,12 @@ class ListCheckpoints(OfGoal, frozen=True, kw_only=True):
     route: ClassVar[Route] = get("/engine/goals/{id}/checkpoints", "goal.read")
 
 
+class ListEffects(OfGoal, frozen=True, kw_only=True):
+    """The effects of a goal, and what undoes each of them."""
+
+    route: ClassVar[Route] = get("/engine/goals/{id}/effects", "goal.read")
+
+
 class TakeCheckpoint(OfGoal, frozen=True, kw_only=True):
     """Take a checkpoint of a goal now."""
 
@@ -201,18 +207,15 @@ class ListDecisions(Verb, frozen=True, kw_only=True):
 class ShowDecision(Verb, frozen=True, kw_only=True):
     """A decision and its question."""
 
-    decision_id: Id = msgspec.field(name="id")
+    decision_id: Annotated[Id, Meta(description="The id of the decision.")] = msgspec.field(name="id")
 
     route: ClassVar[Route] = get("/engine/decisions/{id}", "decision.read")
 
 
 class Answer(ShowDecision, frozen=True, kw_only=True):
-    """Take a decision.
+    """Take a decision in the place of a person. It cannot be taken back."""
 
-    `choice` is one of the options of the decision.
-    """
-
-    choice: Text
+    choice: Annotated[Text, Meta(description="One of the options of the decision.")]
 
     route: ClassVar[Route] = post("/engine/decisions/{id}/answer", "decision.answer")
 
@@ -226,7 +229,7 @@ class ListRules(Verb, frozen=True, kw_only=True):
 class ListHeld(Verb, frozen=True, kw_only=True):
     """The messages that a rule holds."""
 
-    rule_id: Id = msgspec.field(name="id")
+    rule_id: Annotated[Id, Meta(description="The id of the rule.")] = msgspec.field(name="id")
 
     route: ClassVar[Route] = get("/engine/rules/{id}/held", "decision.read")
 

@@ -69,6 +69,10 @@ class GoalCalls:
         """The checkpoints of a goal."""
         return list(self._client.call(goals.ListCheckpoints(goal_id=goal_id))["checkpoints"])
 
+    def effects(self, goal_id: str) -> Rows:
+        """The effects of a goal, the oldest first, and what undoes each of them."""
+        return list(self._client.call(goals.ListEffects(goal_id=goal_id))["effects"])
+
     def checkpoint(self, goal_id: str, reason: str = "manual") -> dict[str, Any]:
         """Take a checkpoint now."""
         return dict(self._client.call(goals.TakeCheckpoint(goal_id=goal_id, reason=reason), retries=0))

@@ -56,6 +56,7 @@ class BlockingGoals(BlockingPart[Goals]):
     list = waits(Goals.list)
     status = waits(Goals.status)
     checkpoints = waits(Goals.checkpoints)
+    effects = waits(Goals.effects)
     checkpoint = waits(Goals.checkpoint)
     context = waits(Goals.context)
     set_context = waits(Goals.set_context)

@@ -44,6 +44,7 @@ from postroom.goals.goal_cells import (
     Decision,
     Goal,
     GoalContext,
+    GoalEffect,
     Rollback,
 )
 from postroom.goals.graph import branches
@@ -84,6 +85,7 @@ class GoalStatus(msgspec.Struct, frozen=True):
 
 Statuses: TypeAlias = list[GoalStatus]
 Checkpoints: TypeAlias = list[Checkpoint]
+Effects: TypeAlias = list[GoalEffect]
 Questions: TypeAlias = list[Decision]
 
 
@@ -207,6 +209,15 @@ class Goals:
         def work(transaction: Transaction) -> Checkpoints:
             goal_of(transaction, goal_id)
             return [one for _, one in CHECKPOINTS.under(transaction, goal_id, limit=progress.CHECKPOINTS_MAX)]
+
+        return await self._commits.read(lambda operations: work(operations.transaction))
+
+    async def effects(self, goal_id: str) -> Effects:
+        """The effects of a goal that were not undone, the oldest first, each with its class and reversal."""
+
+        def work(transaction: Transaction) -> Effects:
+            goal_of(transaction, goal_id)
+            return [one for _, one in EFFECTS.under(transaction, goal_id, limit=LISTED_MAX)]
 
         return await self._commits.read(lambda operations: work(operations.transaction))
 

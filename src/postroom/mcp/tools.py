@@ -610,55 +610,6 @@ async def replay(backend: Backend, given: ReplayArguments) -> dict[str, Any]:
     return found | ({"next": "call replay with dry_run=false to queue them"} if given.dry_run else {})
 
 
-class DecisionsArguments(Arguments, frozen=True, kw_only=True):
-    """List decisions that wait for a person: question, options, facts, and what is proposed."""
-
-
-async def decisions(backend: Backend, given: DecisionsArguments) -> dict[str, Any]:  # noqa: ARG001
-    answer = await backend.ask(goals.ListDecisions())
-    names = ("decision_id", "kind", "org_id", "state", "proposed", "reasoning", "subject")
-    found = [
-        {name: one[name] for name in names if name in one}
-        | {"options": one["question"]["options"], "facts": one["question"].get("facts", {})}
-        for one in answer["decisions"][:SEARCH_PAGE_MAX]
-    ]
-    return labelled({"decisions": found})
-
-
-class DecideArguments(Arguments, frozen=True, kw_only=True):
-    """Take a decision in the name of a person who told you what to choose. It cannot be taken back."""
-
-    decision_id: Annotated[str, Meta(min_length=1, description="The decision_id that decisions shows.")]
-    choice: Annotated[str, Meta(min_length=1, description="One of the options of the decision.")]
-
-
-async def decide(backend: Backend, given: DecideArguments) -> dict[str, Any]:
-    await backend.ask(goals.Answer(decision_id=given.decision_id, choice=given.choice))
-    return {"decision_id": given.decision_id, "choice": given.choice}
-
-
-class RulesArguments(Arguments, frozen=True, kw_only=True):
-    """List the rules that are in force, and how many messages each of them holds.
-
-    A rule answers a question without asking, or holds messages like those that failed for good.
-    """
-
-
-async def rules(backend: Backend, given: RulesArguments) -> dict[str, Any]:  # noqa: ARG001
-    return labelled({"rules": (await backend.ask(goals.ListRules()))["rules"]})
-
-
-class RemoveRuleArguments(Arguments, frozen=True, kw_only=True):
-    """Remove a rule. The messages that it held are delivered."""
-
-    rule_id: Annotated[str, Meta(min_length=1, description="The rule_id that rules shows.")]
-
-
-async def remove_rule(backend: Backend, given: RemoveRuleArguments) -> dict[str, Any]:
-    await backend.ask(goals.ForgetRule(rule_id=given.rule_id))
-    return {"rule_id": given.rule_id, "removed": True}
-
-
 async def as_verb(backend: Backend, verb: Verb) -> dict[str, Any]:
     """Call the verb whose fields are the arguments of the tool."""
     return labelled(await backend.ask(verb, wait_s=WAIT_S_MAX))
@@ -673,6 +624,7 @@ _GOAL_VERBS: Mapping[str, type[Verb]] = {
     "complete_goal": goals.CompleteGoal,
     "fail_goal": goals.FailGoal,
     "checkpoints": goals.ListCheckpoints,
+    "effects": goals.ListEffects,
     "take_checkpoint": goals.TakeCheckpoint,
     "roll_back_goal": goals.RollBackGoal,
     "goal_context": goals.ReadContext,
@@ -680,6 +632,10 @@ _GOAL_VERBS: Mapping[str, type[Verb]] = {
     "read_node": goals.ReadNode,
     "save_node": goals.SaveNode,
     "update_node": goals.UpdateNode,
+    "decisions": goals.ListDecisions,
+    "decide": goals.Answer,
+    "rules": goals.ListRules,
+    "remove_rule": goals.ForgetRule,
 }
 
 TOOLS: Sequence[Tool] = (
@@ -701,10 +657,6 @@ TOOLS: Sequence[Tool] = (
     Tool("search", SearchArguments, search, messages.FindMessages),
     Tool("dead_letters", DeadLettersArguments, dead_letters, messages.ListLetters),
     Tool("replay", ReplayArguments, replay, messages.Replay),
-    Tool("decisions", DecisionsArguments, decisions, goals.ListDecisions),
-    Tool("decide", DecideArguments, decide, goals.Answer),
-    Tool("rules", RulesArguments, rules, goals.ListRules),
-    Tool("remove_rule", RemoveRuleArguments, remove_rule, goals.ForgetRule),
     *(Tool(name, verb, as_verb, verb) for name, verb in _GOAL_VERBS.items()),
 )
 

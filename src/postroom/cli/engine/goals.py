@@ -72,6 +72,23 @@ def checkpoints(shell: Shell, place: Place, goal_id: str) -> None:
 
 
 @goals.command()
+@goal_argument
+@on_place
+def effects(shell: Shell, place: Place, goal_id: str) -> None:
+    """List the effects of a goal, the oldest first, and what undoes each of them.
+
+    \b
+    Example:
+      postroom engine goals effects trip-7 --data run
+    """
+    rows = plain(place.goals.effects(goal_id))
+    shown = rows
+    if shell.output.readable:
+        shown = [{**row, "undone_by": (row.get("reversal") or {}).get("type", "nothing")} for row in rows]
+    shell.output.rows(["key", "reversal_class", "undone_by", "message_id"], shown, "there is no effect")
+
+
+@goals.command()
 @click.argument("org_id", metavar="ORGANIZATION")
 @click.option("--goal", "goal_id", metavar="GOAL_ID", help="The id of the goal.  [default: a new one]")
 @on_new_place

@@ -9,7 +9,7 @@ from postroom.core.health.health import Verdict
 from postroom.engine.agents.agent_operations import AgentInfo
 from postroom.engine.agents.bounces import BouncedAnswer
 from postroom.engine.dlq import DeadLetter
-from postroom.goals.goal_cells import Active, Checkpoint, Decision, LearnedRule, Waiting
+from postroom.goals.goal_cells import Active, Checkpoint, Decision, GoalEffect, LearnedRule, Waiting
 from postroom.goals.goals import GoalStatus
 from postroom.server.harness.harness import HarnessStatus
 
@@ -92,6 +92,12 @@ class CheckpointsAnswer(msgspec.Struct, frozen=True):
     """The checkpoints of a goal."""
 
     checkpoints: list[Checkpoint]
+
+
+class EffectsAnswer(msgspec.Struct, frozen=True):
+    """The effects of a goal."""
+
+    effects: list[GoalEffect]
 
 
 class ConflictsAnswer(msgspec.Struct, frozen=True):

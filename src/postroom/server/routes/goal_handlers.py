@@ -32,6 +32,7 @@ from postroom.server.routes.answers import (
     CheckpointsAnswer,
     ConflictsAnswer,
     DecisionsAnswer,
+    EffectsAnswer,
     GoalsAnswer,
     HeldAnswer,
     RuleAnswer,
@@ -134,6 +135,11 @@ async def goal(server: TaskServer, request: HttpRequest) -> GoalStatus:
 async def checkpoints(server: TaskServer, request: HttpRequest) -> CheckpointsAnswer:
     goal_id = await _visible_goal(server, request)
     return CheckpointsAnswer(await server.engine.goals.checkpoints(goal_id))
+
+
+async def effects(server: TaskServer, request: HttpRequest) -> EffectsAnswer:
+    goal_id = await _visible_goal(server, request)
+    return EffectsAnswer(await server.engine.goals.effects(goal_id))
 
 
 async def checkpoint(server: TaskServer, request: HttpRequest) -> Checkpoint:

@@ -71,6 +71,7 @@ _HANDLED: Sequence[ServedRoute] = (
     serve(goals.ListGoals, goal_handlers.goals, answers.GoalsAnswer),
     serve(goals.ShowGoal, goal_handlers.goal, GoalStatus),
     serve(goals.ListCheckpoints, goal_handlers.checkpoints, answers.CheckpointsAnswer),
+    serve(goals.ListEffects, goal_handlers.effects, answers.EffectsAnswer),
     serve(goals.StartGoal, goal_handlers.start),
     serve(goals.TakeCheckpoint, goal_handlers.checkpoint, Checkpoint),
     serve(goals.CompleteGoal, goal_handlers.complete, GoalStatus),
