@@ -73,6 +73,12 @@ async def put(name: str) -> str:
     return f"put {name}"
 
 
+@server.tool(annotations=types.ToolAnnotations(destructive_hint=True))
+async def report(size: int) -> str:
+    note(f"report {size}")
+    return "x" * size
+
+
 @server.tool()
 async def write(name: str) -> str:
     return f"wrote {name}"

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from postroom import Breaker, Engine, MessageFailed, Policy, Retry
+from postroom.calls.fields import RESULT_BYTES_MAX
+from postroom.engine.work.mcp_tools import HEAD_BYTES_MAX
 from postroom.errors import InvalidSetting
 from postroom.goals.goal_cells import EFFECTS
 from tests.waiting import HANG_GUARD_S
@@ -174,6 +176,24 @@ def test_an_idempotent_tool_whose_server_died_is_repeated(tmp_path: Path) -> Non
         assert "put file" in str(await handle.result(timeout_s=HANG_GUARD_S))
         assert calls(tmp_path) == ["put file", "put file"]
         assert (await engine.get(handle.message_id)).attempt == 2
+
+    run(opened(tmp_path), check)
+
+
+def test_result_of_a_tool_may_have_any_size(tmp_path: Path) -> None:
+    """A tool that has run completes its message: up to the limit whole, and beyond it cut."""
+
+    async def check(engine: Engine) -> None:
+        async def reported(size: int) -> Any:
+            answer = await engine.request(**calling("report", size=size), timeout_s=HANG_GUARD_S)
+            assert calls(tmp_path).count(f"report {size}") == 1
+            return answer
+
+        for size in (100_000, RESULT_BYTES_MAX - 1_000):
+            assert "x" * size in str(await reported(size))
+        cut = await reported(RESULT_BYTES_MAX)
+        assert (cut["cut_at"], cut["bytes"] > RESULT_BYTES_MAX) == (RESULT_BYTES_MAX, True)
+        assert len(cut["head"]) == HEAD_BYTES_MAX
 
     run(opened(tmp_path), check)
 

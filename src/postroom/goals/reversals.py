@@ -175,7 +175,9 @@ def _done(transaction: Transaction, effect: GoalEffect) -> _Done | None:
         return None
     outcome = OUTCOMES.get(transaction, effect.message_id, effect.key)
     payload = msgspec.json.decode(bodies.payload_of(transaction, body))
-    return _Done(effect, stored, payload, None if outcome is None else outcome.outcome)
+    return _Done(
+        effect, stored, payload, None if outcome is None else bodies.outcome_of(transaction, outcome)
+    )
 
 
 def _by_pattern(

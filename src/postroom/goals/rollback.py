@@ -257,12 +257,14 @@ def _send_compensations(
             "metadata": {
                 "undoes": effect.key,
                 "reversal_class": effect.reversal_class,
-                "outcome": None if outcome is None else outcome.outcome,
+                "outcome": None if outcome is None else outcome.outcome,  # a long one does not fit
             },
         }
         message_id = internal.insert(transaction, policy, fields, ignores_guard=True)
         UNDOES.put(transaction, goal_id, message_id)
         EFFECTS.put(transaction, None, goal_id, number)
+        if outcome is not None:
+            bodies.drop(transaction, outcome.outcome_ref, effect.message_id)
         OUTCOMES.put(transaction, None, effect.message_id, effect.key)  # the step may do it again
         sent.append(message_id)
     return sent

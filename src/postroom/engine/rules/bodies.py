@@ -3,11 +3,13 @@
 Rule 1: the message has the digest of what is stored apart. It is kept as long as a message refers to it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from postroom.engine.message_input import Prepared
 from postroom.engine.messages import Body
-from postroom.engine.rules.cells import BODIES, BODY_USES
+from postroom.engine.rules.cells import BODIES, BODY_USES, Effect
 from postroom.stores.transaction import Transaction
 
 
@@ -24,12 +26,13 @@ INLINE = Apart()
 def store(transaction: Transaction, message: Prepared, message_id: str, inline_bytes_max: int) -> None:
     """Store what a new message refers to."""
     if len(message.payload) > inline_bytes_max:
-        _store(transaction, message.digest, message.payload, message_id)
+        keep(transaction, message.digest, message.payload, message_id)
     if message.context:
-        _store(transaction, message.body.context_ref, message.context, message_id)
+        keep(transaction, message.body.context_ref, message.context, message_id)
 
 
-def _store(transaction: Transaction, digest: str, data: bytes, message_id: str) -> None:
+def keep(transaction: Transaction, digest: str, data: bytes, message_id: str) -> None:
+    """Store what a message refers to by this digest."""
     transaction.exclusive(BODIES + digest)
     if transaction.cells.get(BODIES, digest) is None:
         transaction.cells.put(BODIES, digest, data)
@@ -38,11 +41,24 @@ def _store(transaction: Transaction, digest: str, data: bytes, message_id: str) 
 
 def release(transaction: Transaction, body: Body, message_id: str) -> None:
     """A message is forgotten: forget what no other message refers to."""
-    for digest in filter(None, (body.payload_ref, body.context_ref)):
+    for digest in (body.payload_ref, body.context_ref):
+        drop(transaction, digest, message_id)
+
+
+def drop(transaction: Transaction, digest: str, message_id: str) -> None:
+    """A message no longer refers to this digest, if to any."""
+    if digest:
         transaction.exclusive(BODIES + digest)
         BODY_USES.put(transaction, None, digest, message_id)
         if not BODY_USES.under(transaction, digest, limit=1):
             transaction.cells.put(BODIES, digest, None)
+
+
+def outcome_of(transaction: Transaction, effect: Effect) -> Any:
+    """The outcome of an effect."""
+    if not effect.outcome_ref:
+        return effect.outcome
+    return msgspec.json.decode(transaction.cells.get(BODIES, effect.outcome_ref) or b"null")
 
 
 def apart(transaction: Transaction, body: Body | None) -> Apart:

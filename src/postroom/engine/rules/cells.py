@@ -186,6 +186,8 @@ class Effect(msgspec.Struct, frozen=True, omit_defaults=True):
     """Its number among the effects of its goal; 0 without a goal."""
     target: str = ""
     """What it works on, and no other operation meanwhile."""
+    outcome_ref: str = ""
+    """The digest of an outcome that is stored apart, because it is long."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, omit_defaults=True):

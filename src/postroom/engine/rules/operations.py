@@ -71,6 +71,7 @@ WORKER_LOST_S = 30.0  # after which a worker that does not report is not counted
 RESUME_A_COMMIT_MAX = 500
 HELD_LOOKED_MAX = 10_000  # messages in flight that a search for those of one worker looks at
 PARTS_MAX = 100_000  # of one attempt
+OUTCOME_INLINE_BYTES_MAX = 48 * 1024  # of an effect; a longer outcome is stored apart, as a large payload
 STREAM_BYTES_MAX = 16 * 1024 * 1024  # of the chunks of one attempt; those of earlier attempts are removed
 
 
@@ -254,7 +255,7 @@ class Operations:
         record = self._held(message_id, lease)
         known = EFFECTS.get(self.transaction, message_id, key)
         if known is not None and known.is_done:
-            return known
+            return replace(known, outcome=bodies.outcome_of(self.transaction, known), outcome_ref="")
         if known is not None and not runs_unknown:
             raise EffectUnknown(message_id, key)
         for claim_target in on_target if target else ():
@@ -278,6 +279,11 @@ class Operations:
         known = EFFECTS.get(self.transaction, message_id, key) or Effect(record.attempt, 0)
         done = replace(known, is_done=True, outcome=outcome)
         size = EFFECTS.put(self.transaction, done, message_id, key)
+        if size > OUTCOME_INLINE_BYTES_MAX:
+            data = msgspec.json.encode(outcome)
+            digest = digest_of(f"effect {key}", data)
+            bodies.keep(self.transaction, digest, data, message_id)
+            EFFECTS.put(self.transaction, replace(done, outcome=None, outcome_ref=digest), message_id, key)
         storage.add(self.transaction, org_of(record.queue), message_id, size)
         self._leave_target(message_id, known)
         self._sync(record)
@@ -419,7 +425,10 @@ class Operations:
                 bodies.release(transaction, body, record.message_id)
             if body is not None and body.idempotency_key:
                 self._forget_key(org_of(record.queue), body.idempotency_key, record.message_id)
-            EFFECTS.drop_under(transaction, record.message_id)
+            effects = EFFECTS.under(transaction, record.message_id, limit=PARTS_MAX)
+            for key, effect in effects:
+                bodies.drop(transaction, effect.outcome_ref, record.message_id)
+                transaction.cells.put(EFFECTS.name, key, None)
             PARTS.drop_under(transaction, record.message_id)
             if self._books is not None:
                 DEPENDANTS.drop_under(transaction, record.message_id)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, Unpack
 
+from postroom.calls.fields import RESULT_BYTES_MAX
 from postroom.calls.submit import ChildFields, Payload, SubmitFields
 from postroom.contracts.tasks.task_input import checked_text, encoded
 from postroom.core.goals import conflicts
@@ -342,7 +343,7 @@ class Context:
             raise InvalidMessage(
                 f"the key of an effect is printable text of up to {EFFECT_KEY_CHARS_MAX} characters"
             )
-        _check_size("the reversal", key, reversal)
+        _check_size("the reversal", key, reversal, EFFECT_BYTES_MAX)
         runs_unknown = on_unknown == "run"
         if target != "" and not conflicts.is_target(target):
             raise InvalidMessage(f"the target of an effect must be {conflicts.TARGET_RULE}")
@@ -368,7 +369,7 @@ class Context:
         return await self._end(key, outcome)
 
     async def _end(self, key: str, outcome: Any) -> Any:
-        _check_size("the outcome", key, outcome)
+        _check_size("the outcome", key, outcome, RESULT_BYTES_MAX)
         await self.calls.end_effect(key, outcome)
         return outcome
 
@@ -377,16 +378,16 @@ class Context:
         return ThreadContext(self, wait)
 
 
-def _check_size(what: str, key: str, value: Any) -> None:
+def _check_size(what: str, key: str, value: Any, bytes_max: int) -> None:
     """Refuse a value that the store cannot hold. An outcome that is refused leaves the intent behind."""
     name = f"{what} of effect {shown(key)}"
     try:
         size = len(encoded(name, value))
     except InvalidMessage as error:
         raise ValidationError(str(error)) from None
-    if size > EFFECT_BYTES_MAX:
+    if size > bytes_max:
         raise ValidationError(
-            f"{name} has {size} bytes, and at most {EFFECT_BYTES_MAX} are kept: return less, such as an id"
+            f"{name} has {size} bytes, and at most {bytes_max} are kept: return less, such as an id"
         )
 
 

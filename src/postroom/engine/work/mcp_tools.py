@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from postroom.calls.fields import RESULT_BYTES_MAX
 from postroom.core.names import is_name
 from postroom.errors import InvalidSetting, ToolFailed, Unavailable, ValidationError, shown
 
@@ -28,6 +29,7 @@ IDEMPOTENCY_KEY = "postroom/idempotency-key"
 TOOLS_LISTED_MAX = 1_000
 CONNECT_S = 30.0
 ANSWER_S = 300.0  # of silence, while a tool runs
+HEAD_BYTES_MAX = 64 * 1024  # what is kept of a result above the limit
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -175,7 +177,17 @@ class McpServer:
             hints, reason = self._tools[given.tool].annotations, _text(answer) or "the tool gave no reason"
             is_closed = hints is not None and hints.open_world_hint is False
             raise ToolFailed(self.name, given.tool, reason, is_callers_fault=is_closed)
-        return _result(answer)
+        return kept(_result(answer))
+
+
+def kept(result: Any) -> Any:
+    """The result of a tool as it is stored. One above the limit is cut, because the tool has run."""
+    data = msgspec.json.encode(result)
+    if len(data) <= RESULT_BYTES_MAX:
+        return result
+    text = result.encode() if isinstance(result, str) else data
+    head = text[:HEAD_BYTES_MAX].decode(errors="ignore")
+    return {"cut_at": RESULT_BYTES_MAX, "bytes": len(data), "head": head}
 
 
 def _reversal_class(hints: Any) -> Literal["COMPENSATABLE", "IRREVERSIBLE"] | None:
