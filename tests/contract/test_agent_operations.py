@@ -20,7 +20,7 @@ from postroom.engine.agents.agent_sweeps import Swept, sweep
 from postroom.engine.agents.answer_parts import PART_CELLS_A_READ_MAX, Position, parse_position, read_on
 from postroom.engine.agents.inboxes import Inboxes
 from postroom.engine.agents.leases import LEASE_S, Leases, WantedPrograms
-from postroom.engine.rules.cells import AGENT_COUNTS, AgentEntry, Part
+from postroom.engine.rules.cells import AGENT_COUNTS, AGENTS, AgentEntry, Part, joined
 from postroom.engine.rules.operations import Operations
 from postroom.errors import InvalidMessage, TooMany
 from postroom.message import Event
@@ -224,6 +224,17 @@ def test_requests_of_a_dead_agent_are_cancelled_if_the_rules_say_so(agents_of: M
     states = {one: agents.under.engine.blocking.get(one).state for one in (waiting, done)}
     assert states == {waiting: "CANCELLED", done: "COMPLETED"}
     assert {event.detail["message_id"] for event in agents.kinds("bounced")} == {waiting, done}
+
+
+def test_damaged_values_of_one_agent_keep_nothing_of_the_others(agents_of: Made) -> None:
+    agents = agents_of()
+    entry, other = agents.register(), agents.register("other")
+    agents.request(entry), agents.request(other, "other")
+    agents.under.complete(agents.under.claim(2))
+    agents.store.write(lambda one: one.cells.put(AGENTS.name, joined("acme", "other"), b"{"))
+    agents.clock.advance(25 * 3_600)
+    agents.sweep()
+    assert (agents.open(), len(agents.open("other"))) == ([], 1)
 
 
 def test_agents_of_another_organization_are_not_listed(agents_of: Made) -> None:

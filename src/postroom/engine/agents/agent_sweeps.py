@@ -5,6 +5,7 @@ Rule 2: an answer that bounces is stored for its creator in the commit that clos
 Rule 3: an id of a creator is any text. It never becomes a part of a key, unless it is a name.
 """
 
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -111,7 +112,8 @@ def sweep_requests(agents: AgentOperations, after: str = "", limit: int = REQUES
     """Bounce answers that nobody fetches, and cancel requests of dead agents if the rules say so."""
     seen, following = REQUESTS.sweep(agents.transaction, after, limit)
     for key, _ in seen:
-        _sweep_request(agents, *agent_of(key), key.split(SEPARATOR, 2)[2])
+        with suppress(msgspec.DecodeError):  # of values of one agent
+            _sweep_request(agents, *agent_of(key), key.split(SEPARATOR, 2)[2])
     return following
 
 
