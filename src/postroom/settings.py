@@ -24,6 +24,7 @@ from postroom.message import DEFAULT_BODY_THRESHOLD, Durability
 DEFAULT_SESSION = "default"
 DEFAULT_AGENT_ID = "anonymous"
 SECONDS_MAX = 86_400  # a wait of more than a day is a typing error
+DAYS_MAX = 36_500  # of a retention: a hundred years
 RATE_MAX = 1_000_000.0  # calls a second
 
 ADDRESS: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -171,6 +172,20 @@ class AuditSettings(msgspec.Struct, frozen=True, kw_only=True):
         _wants("a URL"),
         "Where sealed segments are copied to: any URL that fsspec supports.",
         "POSTROOM_AUDIT_PUBLISH",
+    ] = None
+    keep_days: Annotated[
+        Annotated[float, Meta(gt=0, le=DAYS_MAX)] | None,
+        _wants(f"a number of days above 0 and at most {DAYS_MAX:,}"),
+        "How many days the shipper keeps sealed segments, before it removes them. Not set: 90 days with "
+        "`archive` or `publish`, else without limit.",
+        "POSTROOM_AUDIT_KEEP_DAYS",
+    ] = None
+    archive: Annotated[
+        str | None,
+        _wants("a URL"),
+        "Where segments are copied to before they are removed: any URL that fsspec supports. A segment "
+        "that is not there stays.",
+        "POSTROOM_AUDIT_ARCHIVE",
     ] = None
     backlog_max: Annotated[
         Positive,

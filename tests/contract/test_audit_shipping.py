@@ -212,6 +212,75 @@ def test_shipper_killed_after_its_last_steps_loses_and_repeats_nothing(
         assert verify(folder) == []
 
 
+AT_ONCE_DAYS = 1e-9
+
+
+def ship_and_retain(data: Path, **terms: Any) -> None:
+    """As `postroom audit ship --once` with a retention."""
+    settings = AuditSettings(environment="dev", **terms)
+    with opened(data / "audit", Sources(stores=(f"sqlite:///{data}/queue.db",)), settings) as shipping:
+        shipping.once()
+
+
+def test_shipper_removes_old_segments_once_the_archive_has_them(tmp_path: Path) -> None:
+    data, archive = tmp_path / "run", tmp_path / "archive"
+    enqueue(data / "queue.db", "one")
+    ship_and_retain(data, archive=f"file://{archive}")  # 90 days
+    assert [event.seq for event in shipped_events(data / "audit")] == [1, 2]
+    assert shipped_events(archive) == []
+    ship_and_retain(data, archive=f"file://{archive}", keep_days=AT_ONCE_DAYS)
+    assert shipped_events(data / "audit") == []
+    enqueue(data / "queue.db", "two")
+    ship_and_retain(data, archive=f"file://{archive}", keep_days=AT_ONCE_DAYS)
+    assert [event.seq for event in shipped_events(archive)] == [1, 2, 3, 4]
+    assert (verify(archive), verify(data / "audit")) == ([], [])
+
+
+def test_segment_without_a_copy_in_the_archive_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data, archive = tmp_path / "run", tmp_path / "archive"
+    archive.write_text("a file in the place of the folder")
+    enqueue(data / "queue.db", "one")
+    ship_and_retain(data, archive=f"file://{archive}", keep_days=AT_ONCE_DAYS)
+    assert [event.seq for event in shipped_events(data / "audit")] == [1, 2]
+    assert "no old segment of the audit stream is removed" in caplog.text
+
+
+def test_without_a_copy_segments_are_removed_only_when_the_settings_say_so(tmp_path: Path) -> None:
+    data = tmp_path / "run"
+    enqueue(data / "queue.db", "one")
+    ship_and_retain(data)
+    assert shipping_module.kept_days(AuditSettings()) is None
+    assert shipping_module.kept_days(AuditSettings(publish="file:///copy")) == 90
+    assert shipping_module.kept_days(AuditSettings(archive="file:///copy", keep_days=7)) == 7
+    assert len(shipped_events(data / "audit")) == 2
+    ship_and_retain(data, keep_days=AT_ONCE_DAYS)
+    assert shipped_events(data / "audit") == []
+
+
+def test_shipper_killed_while_it_archives_loses_no_event(tmp_path: Path, no_child_left: None) -> None:
+    data, archive, steps = tmp_path / "run", tmp_path / "archive", 0
+    terms: Any = {"archive": f"file://{archive}", "keep_days": AT_ONCE_DAYS}
+
+    def ship_and_die() -> None:
+        children.die_at_calls(steps, ((Publisher, "_put"), (shipping_module, "retain")), after=True)
+        ship_and_retain(data, **terms)
+
+    enqueue(data / "queue.db", "first")
+    while children.killed(ship_and_die):
+        ship_and_retain(data, **terms)
+        steps += 1
+        enqueue(data / "queue.db", f"payload {steps}")
+    assert steps > 2
+    ship_and_retain(data, **terms)
+    with Tasks.open(f"sqlite:///{data}/queue.db") as tasks:
+        newest = tasks.store.newest_event()
+    assert [event.seq for event in shipped_events(archive)] == list(range(1, newest + 1))
+    assert shipped_events(data / "audit") == []
+    assert verify(archive) == []
+
+
 def test_restored_store_is_refused_even_after_new_events(tmp_path: Path) -> None:
     enqueue(tmp_path / "queue.db", "first")
     shutil.copy(tmp_path / "queue.db", tmp_path / "old.db")

@@ -12,6 +12,7 @@ import errno
 import hashlib
 import os
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ class Publisher:
         protocol: str | tuple[str, ...] = self._fs.protocol
         self._is_local = "file" in ((protocol,) if isinstance(protocol, str) else protocol)
 
-    def publish(self) -> int:
-        """Send the sealed segments that the copy lacks; returns their number.
+    def publish(self, sealed_before_us: int | None = None) -> int:
+        """Send the sealed segments that the copy lacks; returns their number. With a time, only older ones.
 
         After `WriteFailed`, call it again to send the rest.
         """
@@ -46,6 +47,8 @@ class Publisher:
         try:
             remote = self._remote_chain()
             missing = self._missing(chain, remote)
+            if sealed_before_us is not None:  # whole segments from the oldest on, as retention removes them
+                missing = [*takewhile(lambda entry: entry.sealed_us < sealed_before_us, missing)]
             name = stream_of(self.folder)
             if name and name != self._get(STREAM).decode("utf-8", "replace").strip():
                 self._put(STREAM, f"{name}\n".encode())

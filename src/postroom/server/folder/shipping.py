@@ -5,6 +5,7 @@ Rule 2: the shipper is a separate process. It shares the disk with the workers, 
 """
 
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -19,22 +20,28 @@ from postroom.audit.layout import STREAM
 from postroom.audit.reader import Segments
 from postroom.audit.redaction_marks import mark_of
 from postroom.audit.remote import Publisher
+from postroom.audit.segment_retention import retain
 from postroom.audit.segment_writer import SegmentSink
 from postroom.audit.shipper import Shipper
 from postroom.contracts.feeds import FileFeeds, StoreFeed, facts_of, outbox_of, redacted
 from postroom.core.formats.events import AuditEvent
 from postroom.core.redaction import DEFAULT_FIELDS, Level, Redactor, level_for
-from postroom.errors import InvalidSetting, ShippedElsewhere, WriteFailed
+from postroom.errors import InvalidSetting, PostroomError, ShippedElsewhere, WriteFailed
 from postroom.settings import AuditSettings
 from postroom.stores.base import Outbox
 from postroom.stores.open import open_store
 from postroom.system.atomic import absolute_path, replace_file
+from postroom.system.clock import SystemClock
 from postroom.system.heartbeat import HEARTBEAT
 from postroom.system.log import library_log
 
 _log = library_log("postroom.audit")
 
 TOKEN_KEY_BYTES_MIN = 16
+KEEP_DAYS = 90.0
+RETAIN_EVERY_S = 3_600.0
+DAY_S = 86_400
+MICROS_PER_S = 1_000_000
 CHECKED_EVENTS = 100  # of a store, compared with the stream before shipping resumes
 
 
@@ -58,6 +65,11 @@ class Shipping(msgspec.Struct):
     stores: list[StoreFeed] = []
     noted: tuple[int, str] = (0, NO_HASH)
     """The head that was recorded last."""
+    archive: Publisher | None = None
+    keep_days: float | None = None
+    """None keeps segments without limit."""
+    retained_s: float = -RETAIN_EVERY_S
+    """When segments were removed last, by the monotonic clock."""
 
     def once(self) -> int:
         """Ship all waiting events, seal them and publish them. Returns how many events were shipped."""
@@ -74,6 +86,7 @@ class Shipping(msgspec.Struct):
         self.sink.seal()
         self._note_head()
         self._publish()
+        self.retain()
 
     def tend(self) -> None:
         """Seal a segment that is due, record the head of the chain, and publish."""
@@ -82,6 +95,28 @@ class Shipping(msgspec.Struct):
         self._note_head()
         if sealed:
             self._publish()
+        if time.monotonic() >= self.retained_s + RETAIN_EVERY_S:
+            self.retain()
+
+    def retain(self) -> None:
+        """Remove the segments that are old enough, once their copies are complete.
+
+        A copy that fails removes nothing, and the next hour tries again.
+        """
+        self.retained_s = time.monotonic()
+        if self.keep_days is None:
+            return
+        before_us = SystemClock().wall_us() - round(self.keep_days * DAY_S * MICROS_PER_S)
+        try:
+            self._publish()
+            if self.archive is not None:
+                self.archive.publish(before_us)
+            removed = retain(self.sink.folder, before_us)
+        except PostroomError as error:
+            _log.warning("no old segment of the audit stream is removed: %s", error)
+            return
+        if removed:
+            _log.info("%d segments of the stream were removed after %g days", len(removed), self.keep_days)
 
     def _note_head(self) -> None:
         """Record a newly sealed last segment, in the stores and in a file next to the folder."""
@@ -112,6 +147,7 @@ def opened(folder: Path, sources: Sources, settings: AuditSettings) -> Iterator[
         cipher = None if settings.key_file is None else Cipher.from_file(settings.key_file)
         prepare = redaction_of(settings, whole_payloads=cipher is not None)
         publisher = None if settings.publish is None else Publisher(folder, settings.publish)
+        archive = None if settings.archive is None else Publisher(folder, settings.archive)
         stream = stream_of(folder) or _new_name(folder)
         stores = [store_feed(url, settings, stream, stack) for url in sources.stores]
         found = FileFeeds(sources.queue_roots, sources.buses, sources.mail, holds=partial(_holds, folder))
@@ -130,9 +166,18 @@ def opened(folder: Path, sources: Sources, settings: AuditSettings) -> Iterator[
         stream_name(folder, stream)
         for feed in stores:
             _resume(feed, sink)
-        shipping = Shipping(Shipper(sink, lambda: [*stores, *files()]), sink, publisher, stores)
+        shipping = Shipping(
+            Shipper(sink, lambda: [*stores, *files()]), sink, publisher, stores,
+            archive=archive, keep_days=kept_days(settings),
+        )  # fmt: skip
         shipping.shipper.tend = shipping.tend
         yield shipping
+
+
+def kept_days(settings: AuditSettings) -> float | None:
+    """How many days segments are kept. Without a copy, none is removed unless the settings say so."""
+    has_copy = settings.archive is not None or settings.publish is not None
+    return KEEP_DAYS if settings.keep_days is None and has_copy else settings.keep_days
 
 
 def store_feed(url: str, settings: AuditSettings, stream: str, stack: ExitStack) -> StoreFeed:
