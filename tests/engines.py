@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from postroom import Engine, Handle, Policy
 from postroom.core.lifecycle.fairness import Rotation
+from postroom.engine.messages import Message
 from postroom.engine.rules.claims import Claimed, Claims
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.outcomes import Outcome
@@ -90,6 +91,12 @@ class EngineUnderTest:
         """Cycles until nothing can run without moving the clock."""
         while self.run():
             pass
+
+    def message(self, message_id: str) -> Message:
+        """A message as its handler gets it."""
+        found = self.wait(self.engine.get(message_id)).message
+        assert found is not None
+        return found
 
     def state(self, handle: Handle) -> str:
         """The state of a message."""

@@ -258,7 +258,7 @@ def test_wrong_message_is_refused_with_its_own_error(
 @pytest.mark.statement("additive", "version-semantic")
 def test_unknown_fields_of_a_newer_minor_version_survive(world: EngineUnderTest) -> None:
     handle = world.submit(version="1.7.0", colour="red")
-    assert world.wait(world.engine.get(handle.message_id)).message["colour"] == "red"
+    assert world.message(handle.message_id).extra == {"colour": "red"}
 
 
 @pytest.mark.statement("version-migration")
@@ -270,9 +270,9 @@ def test_migration_runs_on_the_way_in(opened: Opened) -> None:
         return {**fields, "payload": {"tool": fields["payload"]["name"]}}
 
     handle = world.submit(version="1.4.0", payload={"name": "search"})
-    info = world.wait(world.engine.get(handle.message_id))
-    assert info.message["payload"] == {"tool": "search"}
-    assert info.message["version"] == "2.0.0"
+    message = world.message(handle.message_id)
+    assert message.payload == {"tool": "search"}
+    assert message.version == "2.0.0"
     with pytest.raises(UnsupportedVersion):
         world.submit(version="0.9.0")
 
@@ -312,7 +312,7 @@ def test_large_payload_is_stored_once_and_given_to_the_handler(opened: Opened) -
     assert len(cells) == 1
     world.run_all()
     assert sizes == [5_000, 5_000]
-    assert world.wait(world.engine.get(handles[0].message_id)).message["payload"] == {"text": "x" * 5_000}
+    assert world.message(handles[0].message_id).payload == {"text": "x" * 5_000}
     world.clock.advance(8 * DAY_S)
     world.wait(world.engine.core.purge.run())
     assert not world.engine.store.read(lambda transaction: transaction.cells.page("engine.body"))
@@ -357,10 +357,10 @@ def test_two_organizations_give_messages_the_same_id(world: EngineUnderTest) -> 
         with pytest.raises(KeyReused):
             world.submit(message_id=again, payload={"of": "nobody"}, org_id="zen")
     child = world.submit(parent_message_id=given, org_id="zen")
-    assert world.wait(world.engine.get(child.message_id)).message["parent_message_id"] == second.message_id
+    assert world.message(child.message_id).parent_message_id == second.message_id
     for handle, org in ((first, "acme"), (second, "zen")):
-        info = world.wait(world.engine.get(handle.message_id))
-        assert (info.message["payload"], info.message["org_id"]) == ({"of": org}, org)
+        message = world.message(handle.message_id)
+        assert (message.payload, message.org_id) == ({"of": org}, org)
     world.run_all()
     assert world.wait(first.result()) == f"acme {given}"
     assert world.wait(second.result()) == f"zen @zen:{given}"
@@ -389,8 +389,7 @@ def test_one_batch_gives_messages_of_two_organizations_the_same_ids(world: Engin
     assert [(each.message_id, each.duplicate) for each in reversed(again)] == [
         (each.message_id, True) for each in handles
     ]
-    children = [world.wait(world.engine.get(handles[place].message_id)) for place in (1, 3)]
-    parents = [child.message["parent_message_id"] for child in children]
+    parents = [world.message(handles[place].message_id).parent_message_id for place in (1, 3)]
     assert parents == [parent, f"@zen:{parent}"]
 
 
@@ -527,6 +526,51 @@ def test_message_without_a_handler_goes_to_the_dead_letters(world: EngineUnderTe
     assert world.state(handle) == "DEAD_LETTER"
     [letter] = world.wait(world.engine.dlq.list(type="model_call"))
     assert "NoHandler" in letter.failure_reason
+
+
+class Search(msgspec.Struct):
+    tool: str
+
+
+def test_message_of_get_is_the_one_that_its_handler_got(world: EngineUnderTest) -> None:
+    seen: list[Any] = []
+
+    @world.engine.handler("tool_call", payload=Search, retry=Retry(max_retries=0))
+    async def search(message: Any, _ctx: Any) -> None:
+        seen.append(message)
+        if len(seen) > 1:
+            raise ValidationError("never")
+
+    fields: dict[str, Any] = {"payload": {"tool": "x"}, "agent_id": "ada", "metadata": {"a": 1}}
+    done, dead = (world.submit(**fields, goal_id="trip", version="1.9.0", colour="red") for _ in range(2))
+    world.run_all()
+    assert [world.message(one.message_id) for one in (done, dead)] == [
+        seen[0], msgspec.structs.replace(seen[1], retry_count=1),
+    ]  # fmt: skip
+    assert seen[0].payload == Search("x")
+
+
+def test_message_that_its_handler_cannot_take_is_shown_as_it_was_accepted(world: EngineUnderTest) -> None:
+    handle = world.submit(payload={"odd": 1})
+    world.engine.handler("tool_call", payload=Search)(lambda *_: None)
+    assert world.message(handle.message_id).payload == {"odd": 1}
+    envelope = Envelope(queue="org:acme", payload=b"\xff", type="tool_call")
+    [damaged] = world.engine.store.write(lambda transaction: transaction.insert([envelope]))
+    assert world.wait(world.engine.get(damaged.message_id)).message is None
+
+
+def test_result_joins_a_streamed_answer(world: EngineUnderTest) -> None:
+    @world.engine.handler("tool_call")
+    async def stream(message: Any, ctx: Any) -> Any:
+        for chunk in message.payload.get("chunks", []):
+            await ctx.stream(chunk)
+        return {"whole": False}
+
+    text, plain = world.submit(payload={"chunks": ["He", "llo"]}), world.submit()
+    world.run_all()
+    assert world.wait(text.result()) == "Hello"
+    assert world.wait(plain.result()) == {"whole": False}
+    assert world.engine.blocking.wait(world.engine.handle(text.message_id).result()) == "Hello"
 
 
 @pytest.mark.statement("dlq-undecodable")
@@ -834,7 +878,7 @@ def test_process_deaths_count_apart_from_retries_and_quarantine(
     assert info.state == "QUARANTINED"
     assert info.retry_count == 0
     assert info.crashes == 3
-    assert info.message["payload"] == {}
+    assert world.message(handle.message_id).payload == {}
     alerts = [event for event in world.engine.store.events() if event.kind == "alert"]
     assert handle.message_id in alerts[-1].error
     [letter] = world.wait(world.engine.dlq.list())

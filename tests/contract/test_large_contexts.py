@@ -40,7 +40,7 @@ def test_a_large_context_is_stored_once_and_given_to_every_handler(opened: Opene
     assert bodies(world) == 1
     world.run_all()
     assert seen == [(LARGE, ["message.pages", "message.session"])] * 2
-    assert world.wait(world.engine.get(ids[0])).message["context"] == LARGE
+    assert world.message(ids[0]).context == LARGE
     assert world.wait(world.engine.dlq.show(ids[1])).original_message["context"] == LARGE
     assert world.wait(world.engine.dlq.replay([ids[1]])).message_ids == [ids[1]]
     world.run_all()

@@ -194,8 +194,8 @@ def test_options_of_a_submit_reach_the_message() -> None:
     with opened() as store:
         info = store.blocking.get(message_id)
     assert info.state == "SCHEDULED"
-    found = {name: info.message[name] for name in ("ordering_key", "agent_id", "max_retries")}
-    assert found == {"ordering_key": "o", "agent_id": "a1", "max_retries": 7}
+    assert info.message is not None
+    assert (info.message.ordering_key, info.message.agent_id, info.message.max_retries) == ("o", "a1", 7)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from postroom.core.lifecycle.versions import Migration
 from postroom.core.names import is_name
 from postroom.engine import inspection
 from postroom.engine.agents.agent_operations import AgentInfo, AgentOperations
-from postroom.engine.agents.answer_parts import joined_answer
 from postroom.engine.agents.bounces import Bounces
 from postroom.engine.blocking import (
     BlockingBounces,
@@ -191,8 +190,7 @@ class GlobalQueue(Closing):
         Raises `MessageFailed` and `TimeoutError`.
         """
         handle = await self.submit(**fields)
-        await self._core.wakeups.wait_for_end(handle.message_id, timeout_s)
-        return joined_answer([part async for part in handle], await self._commits.load(handle.message_id))
+        return await handle.result(timeout_s)
 
     # ---- working -------------------------------------------------------------------------------
 
@@ -237,7 +235,9 @@ class GlobalQueue(Closing):
 
     async def get(self, message_id: str) -> MessageInfo:
         """Everything about a message. Raises `UnknownTask`."""
-        return await self._commits.read(lambda operations: inspection.info_of(operations, message_id))
+        return await self._commits.read(
+            lambda operations: inspection.info_of(self._core, operations, message_id)
+        )
 
     async def list(self, **fields: Unpack[ListFields]) -> MessageList:
         """Messages, the newest first: org_id, state, type, goal_id, agent_id, since, text, cursor, limit.

@@ -4,9 +4,8 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from postroom.engine.agents.answer_parts import Position, read_on
+from postroom.engine.agents.answer_parts import Position, read_on, whole_answer
 from postroom.engine.explanation import explain
-from postroom.engine.messages import result_of
 from postroom.engine.rules.cells import Part
 
 if TYPE_CHECKING:
@@ -38,12 +37,12 @@ class Handle:
         return f"Handle({self.message_id!r})"
 
     async def result(self, timeout_s: float | None = None) -> Any:
-        """The result of the message, when it has one.
+        """The result of the message, when it has one; a streamed answer is joined.
 
         Raises `MessageFailed` when the message ended without a result, and `TimeoutError` after `timeout_s`.
         """
         await self._core.wakeups.wait_for_end(self.message_id, timeout_s)
-        return result_of(await self._core.commits.load(self.message_id))
+        return await self._core.commits.read(partial(whole_answer, message_id=self.message_id))
 
     async def cancel(self) -> None:
         """As `Engine.cancel`."""

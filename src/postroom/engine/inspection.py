@@ -7,7 +7,7 @@ Rule 1: a list reads a bounded number of records, however many are stored. One t
 import math
 from collections.abc import Iterator, Mapping
 from datetime import datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET
@@ -21,16 +21,20 @@ from postroom.core.lifecycle import backpressure, breaker, lifecycle, poison
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.times import EPOCH, MICROSECOND
 from postroom.engine.dlq import moment_us, original_message
-from postroom.engine.messages import body_of, error_history
+from postroom.engine.messages import Message, body_of, error_history
 from postroom.engine.rules import holds
 from postroom.engine.rules.admission import ALL
 from postroom.engine.rules.cells import CIRCUITS, PRESSURES, SEPARATOR, Pressure, WorkerInfo
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.policy import Policy
+from postroom.engine.work.migrations import as_handled
 from postroom.errors import InvalidMessage, clipped
 from postroom.message import ENGINE_PREFIX, Event, Record, State, Stored, org_of
 from postroom.stores.base import LANE_COUNTS, LANES, Counted, Listing, by_state, ready
 from postroom.stores.transaction import Transaction
+
+if TYPE_CHECKING:
+    from postroom.engine.core import EngineCore
 
 SEARCHED_BYTES_MAX: Final = 8 * 1024 * 1024  # of messages that one list reads, and one more message
 
@@ -46,8 +50,11 @@ class WalkLimits(msgspec.Struct, frozen=True, kw_only=True):
 WALK: Final = WalkLimits()
 
 
-class MessageInfo(msgspec.Struct, frozen=True):
-    """Everything about a message."""
+M = TypeVar("M")
+
+
+class MessageFacts(msgspec.Struct, Generic[M], frozen=True):
+    """Everything about a message, in the form `M` of the message itself."""
 
     message_id: str
     state: str
@@ -60,8 +67,7 @@ class MessageInfo(msgspec.Struct, frozen=True):
     """How often a process died that ran only this message."""
     errors: list[AttemptError]
     history: list[Event]
-    message: dict[str, Any]
-    """Its fields as submitted; empty when its bytes cannot be decoded."""
+    message: M
     result: Any
     worker_id: str
     created_at: datetime
@@ -71,6 +77,14 @@ class MessageInfo(msgspec.Struct, frozen=True):
     def ended(self) -> bool:
         """Whether the message is delivered no more."""
         return self.state in lifecycle.ENDED
+
+
+class MessageInfo(MessageFacts[Message | None], frozen=True):
+    """Everything about a message. `message` is what its handler gets; None when its bytes are damaged."""
+
+
+class StoredMessage(MessageFacts[dict[str, Any]], frozen=True):
+    """Everything about a message. `message` has its fields as submitted; empty when its bytes are damaged."""
 
 
 class BreakerStatus(msgspec.Struct, frozen=True):
@@ -154,26 +168,37 @@ class EngineStatus(msgspec.Struct, frozen=True):
         return replace(seen.judged(), workers={}, wanted_workers=0)
 
 
-def info_of(operations: Operations, message_id: str, read_value: ReadValue = decoded_value) -> MessageInfo:
-    """Everything about a message. `read_value` reads its payload and its result. Raises `UnknownTask`."""
+def info_of(core: "EngineCore", operations: Operations, message_id: str) -> MessageInfo:
+    """Everything about a message, and the message as its handler gets it. Raises `UnknownTask`."""
     stored = operations.loaded(message_id)
+    return MessageInfo(message=as_handled(core, operations, stored), **_facts(stored, decoded_value))
+
+
+def stored_message(operations: Operations, message_id: str) -> StoredMessage:
+    """Everything about a message. Payload and result are passed on as they are. Raises `UnknownTask`."""
+    stored = operations.loaded(message_id)
+    message = original_message(operations, stored, raw_value) or {}
+    return StoredMessage(message=message, **_facts(stored, raw_value))
+
+
+def _facts(stored: Stored, read_value: ReadValue) -> dict[str, Any]:
+    """All but the message itself."""
     record = stored.record
-    return MessageInfo(
-        message_id=record.message_id,
-        state=record.state,
-        priority=record.lane,
-        accepted_priority=record.priority,
-        attempt=record.attempt,
-        retry_count=record.retries,
-        crashes=poison.own_deaths(record),
-        errors=error_history(stored),
-        history=stored.history,
-        message=original_message(operations, stored, read_value) or {},
-        result=None if stored.result is None else read_value(stored.result),
-        worker_id=record.worker_id,
-        created_at=EPOCH + record.created_us * MICROSECOND,
-        ended_at=EPOCH + record.ended_us * MICROSECOND if record.ended_us else None,
-    )
+    return {
+        "message_id": record.message_id,
+        "state": record.state,
+        "priority": record.lane,
+        "accepted_priority": record.priority,
+        "attempt": record.attempt,
+        "retry_count": record.retries,
+        "crashes": poison.own_deaths(record),
+        "errors": error_history(stored),
+        "history": stored.history,
+        "result": None if stored.result is None else read_value(stored.result),
+        "worker_id": record.worker_id,
+        "created_at": accepted_at(record),
+        "ended_at": EPOCH + record.ended_us * MICROSECOND if record.ended_us else None,
+    }
 
 
 # ---- status ----------------------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class BuiltIn:
         dead_letters: AdvisedDeadLetters,
         reversals: Reversals,
     ) -> None:
+        self._core = core
         self._commits = core.commits
         self._handlers = core.handlers
         self._hooks = hooks
@@ -241,7 +242,7 @@ class BuiltIn:
 
     async def _hook(self, type_name: str, name: str, message_id: str) -> None:
         run = self._hooks.named(type_name, name)
-        info = await self._commits.read(lambda operations: info_of(operations, message_id))
+        info = await self._commits.read(lambda operations: info_of(self._core, operations, message_id))
         result = run(info, info.result)
         if hasattr(result, "__await__"):
             await result

@@ -10,12 +10,11 @@ from msgspec import UNSET, Meta
 
 from postroom.calls.messages import FindMessages, MessageLine, MessageList
 from postroom.contracts.tasks.task_operations import TaskOperations
-from postroom.core.formats.jsoninput import raw_value
 from postroom.core.gate import of_organization, permit, visible_org
 from postroom.core.lifecycle.lifecycle import NANOS_PER_S
 from postroom.core.names import unscoped, unscoped_text
 from postroom.engine.explanation import explain
-from postroom.engine.inspection import MessageInfo, accepted_at, info_of
+from postroom.engine.inspection import StoredMessage, accepted_at, stored_message
 from postroom.engine.messages import checked_message_id
 from postroom.engine.rules.operations import Operations
 from postroom.errors import UnknownTask
@@ -111,7 +110,7 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
     def work(operations: Operations) -> dict[str, Any]:
         stored = operations.loaded(visible(operations, asked, identity).message_id)
         message_id = stored.record.message_id
-        info = info_of(operations, message_id, raw_value)
+        info = stored_message(operations, message_id)
         goal = STATES.get(operations.transaction, info.message.get("goal_id", ""))
         left_ns = stored.record.lease_until - operations.transaction.steady_ns
         is_leased = stored.record.state == "PROCESSING"
@@ -137,7 +136,7 @@ async def show(server: TaskServer, request: HttpRequest) -> HttpReply:
     return await shown_by(server, request, shown)
 
 
-def _shown(request: HttpRequest, info: MessageInfo, identity: Identity) -> dict[str, Any]:
+def _shown(request: HttpRequest, info: StoredMessage, identity: Identity) -> dict[str, Any]:
     """A message for the page: everything that others wrote is redacted text."""
     message = dict(info.message)
     payload = message.pop("payload", None)

@@ -5,7 +5,6 @@ Rule 2: every part has a position of its own, the last part included.
 """
 
 import re
-from collections.abc import Iterable
 from typing import Any, Final, Literal
 
 import msgspec
@@ -164,10 +163,18 @@ def last_part(stored: Stored, chunks: int) -> Part:
     return Part(message_id, "result", timestamp, attempt=record.attempt, result=result)
 
 
-def joined_answer(parts: Iterable[Part], stored: Stored) -> Any:
-    """A complete answer: the joined chunks of its last attempt, or the result. Raises `MessageFailed`."""
-    result = result_of(stored)
-    chunks = [
-        part.chunk for part in parts if part.chunk_index is not None and part.attempt == stored.record.attempt
-    ]
+def whole_answer(operations: Operations, message_id: str) -> Any:
+    """The result of a message that has ended, or the joined chunks of its last attempt.
+
+    Raises `MessageFailed`.
+    """
+    stored = operations.loaded(message_id)
+    result, attempt = result_of(stored), stored.record.attempt
+    chunks, position, is_complete = [], Position(), False
+    while not is_complete:
+        found, is_complete = read_on(operations, message_id, position)
+        position = found[-1][0] if found else position
+        chunks += [
+            part.chunk for _, part in found if part.chunk_index is not None and part.attempt == attempt
+        ]
     return joined_chunks(chunks) if chunks else result

@@ -5,22 +5,45 @@ Rule 2: a migration changes what a handler reads. Ids, organization, priority, e
         of the stored message stay.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
 from postroom.core.formats.jsoninput import decoded_value
 from postroom.core.lifecycle import versions
-from postroom.engine.messages import Body, fields_of, message_of
+from postroom.engine.messages import Body, Message, body_of, fields_of, message_of
+from postroom.engine.rules import bodies
 from postroom.engine.rules.bodies import Apart
-from postroom.engine.rules.claims import Claimed
+from postroom.engine.rules.operations import Operations
+from postroom.engine.work.handlers import Shape
+from postroom.errors import InvalidMessage
+from postroom.message import Record, Stored
 
 if TYPE_CHECKING:
     from postroom.engine.core import EngineCore
 
 
+class Accepted(Protocol):
+    """A message as it was accepted, and its record."""
+
+    @property
+    def record(self) -> Record: ...
+    @property
+    def type(self) -> str: ...
+    @property
+    def parent_message_id(self) -> str: ...
+
+
+class _Found(NamedTuple):
+    """A stored message that was not claimed."""
+
+    record: Record
+    type: str
+    parent_message_id: str
+
+
 class Current(NamedTuple):
-    """A claimed message in the current version."""
+    """A stored message in the current version."""
 
     type: str
     body: Body
@@ -29,8 +52,8 @@ class Current(NamedTuple):
     """As JSON, when it is stored apart."""
 
 
-def current(core: "EngineCore", claimed: Claimed, body: Body, apart: Apart) -> Current:
-    """A claimed message in the current version. Raises `InvalidMessage` when it cannot be migrated."""
+def current(core: "EngineCore", claimed: "Accepted", body: Body, apart: Apart) -> Current:
+    """A stored message in the current version. Raises `InvalidMessage` when it cannot be migrated."""
     payload, ours = apart.payload or bytes(body.payload), core.policy.version
     if versions.is_same_major(body.version, ours):
         return Current(claimed.type, body, payload, apart.context)
@@ -43,3 +66,28 @@ def current(core: "EngineCore", claimed: Claimed, body: Body, apart: Apart) -> C
     made = core.registry.prepare(fields, core.policy, core.store.wall_us())
     kept = {"expires_us": body.expires_us, "tokens": body.tokens, "models": body.models}
     return Current(made.envelope.type, replace(made.body, **kept), made.payload, made.context or None)
+
+
+def handed(core: "EngineCore", accepted: Accepted, given: Current, shape: Shape) -> Message:
+    """A message as a handler with this shape gets it. Raises `ValidationError` when it does not fit."""
+    payload = core.registry.shaped(given.type, given.payload, shape)
+    context = None if given.context is None else decoded_value(given.context)
+    return message_of(accepted.record, given.type, accepted.parent_message_id, given.body, payload, context)
+
+
+def as_handled(core: "EngineCore", operations: Operations, stored: Stored) -> Message | None:
+    """A message as its handler gets it, or as it was accepted when no handler can; None if it is damaged."""
+    body = body_of(stored.envelope.payload)
+    if body is None:
+        return None
+    found = _Found(stored.record, stored.envelope.type, stored.envelope.parent_message_id)
+    apart = bodies.apart(operations.transaction, body)
+    try:
+        given = current(core, found, body, apart)
+        return handed(
+            core, found, given, core.handlers.shape_of(given.type, given.body.service, given.payload)
+        )
+    except InvalidMessage:  # of a version without a migration, or with a payload that does not fit
+        payload = decoded_value(bodies.payload_of(operations.transaction, body))
+        context = None if apart.context is None else decoded_value(apart.context)
+        return message_of(found.record, found.type, found.parent_message_id, body, payload, context)

@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 
-from postroom.core.formats.jsoninput import decoded_value
 from postroom.core.lifecycle.fairness import Rotation
 from postroom.core.lifecycle.retry import demoted
 from postroom.engine.additions import noted
-from postroom.engine.messages import Message, message_of
+from postroom.engine.messages import Message
 from postroom.engine.rules import bodies
 from postroom.engine.rules.bodies import Apart
 from postroom.engine.rules.cells import WorkerInfo
@@ -49,7 +48,7 @@ from postroom.engine.work.handlers import (
     timeout_of,
 )
 from postroom.engine.work.isolation import ProcessDied, limit_memory, needs_process, run_alone
-from postroom.engine.work.migrations import current
+from postroom.engine.work.migrations import current, handed
 from postroom.engine.work.relay import Line, RelayedCalls, serve
 from postroom.engine.work.slots import LentSlots
 from postroom.engine.work.starts import Starts
@@ -379,12 +378,8 @@ class Worker:
         additions = self._core.additions
         message: Message | None = None
         try:
-            shaped = self._core.registry.shaped(given.type, given.payload, handler.payload)
-            context_apart = None if given.context is None else decoded_value(given.context)
             record = claimed.record
-            message = message_of(
-                record, given.type, claimed.parent_message_id, given.body, shaped, context_apart
-            )
+            message = handed(self._core, claimed, given, handler.payload)
             new_context = additions.new_context or Context
             context = running.context = new_context(
                 self._core, message, record.lease, record.attempt, claimed.grant

@@ -34,13 +34,14 @@ from postroom.calls.messages import MessageAnswer, MessagesAnswer, ReadReceipts,
 from postroom.contracts.tasks.task_input import checked_id
 from postroom.contracts.tasks.task_operations import TaskOperations
 from postroom.core.gate import Owner, of_organization, permit, visible_org
+from postroom.core.lifecycle import lifecycle
 from postroom.core.names import scoped, unscoped
 from postroom.engine.agents.agent import Agent
 from postroom.engine.agents.agent_operations import AgentInfo, AgentOperations, Asked
-from postroom.engine.agents.answer_parts import Position, joined_answer, read_on
+from postroom.engine.agents.answer_parts import Position, whole_answer
 from postroom.engine.agents.bounces import BouncedAnswer, listed, removed
 from postroom.engine.agents.inboxes import Inboxes
-from postroom.engine.inspection import info_of
+from postroom.engine.messages import error_history
 from postroom.engine.rules.cells import joined
 from postroom.engine.rules.operations import Operations
 from postroom.errors import (
@@ -188,19 +189,14 @@ async def _submit(
 
 def _answer(message_id: str, operations: Operations) -> RequestAnswer | None:
     """The whole answer to a message; None before its end."""
-    parts, position, is_complete = [], Position(), False
-    info = info_of(operations, message_id)
-    if not info.ended:
+    stored = operations.loaded(message_id)
+    if stored.record.state not in lifecycle.ENDED:
         return None
-    while not is_complete:
-        found, is_complete = read_on(operations, message_id, position)
-        position = found[-1][0] if found else position
-        parts += [part for _, part in found]
     try:
-        result = joined_answer(parts, operations.loaded(message_id))
+        result = whole_answer(operations, message_id)
     except MessageFailed:
         result = None
-    return RequestAnswer(message_id, info.state, result, info.errors)
+    return RequestAnswer(message_id, stored.record.state, result, error_history(stored))
 
 
 async def _acknowledge(agent: Agent, message_ids: list[str]) -> list[str]:

@@ -40,7 +40,7 @@ from postroom.core.names import unscoped, unscoped_text
 from postroom.engine import dlq
 from postroom.engine.agents.answer_parts import Position, parse_position, read_on
 from postroom.engine.explanation import explain as explanation_of
-from postroom.engine.inspection import EngineStatus, MessageInfo, info_of, list_messages, status_of
+from postroom.engine.inspection import EngineStatus, StoredMessage, list_messages, status_of, stored_message
 from postroom.engine.message_input import Prepared
 from postroom.engine.messages import checked_message_id, unknown_message
 from postroom.engine.rules.cells import Part
@@ -232,17 +232,17 @@ async def listed(server: TaskServer, request: HttpRequest, org_id: str | None) -
 # ---- one message -----------------------------------------------------------------------------------
 
 
-async def show(server: TaskServer, request: HttpRequest) -> MessageInfo:
+async def show(server: TaskServer, request: HttpRequest) -> StoredMessage:
     call: ShowMessage = request.call
-    info = await _read_visible(server, request, _raw_info)
+    info = await _read_visible(server, request, stored_message)
     if call.wait_s and not info.ended:
         async with poll_share(server, request) as left:
             await server.result_polls.wait(info.message_id, call.wait_s, left)
-        info = await _read_visible(server, request, _raw_info)
+        info = await _read_visible(server, request, stored_message)
     return shown_info(server.ids, request.identity, info)
 
 
-def shown_info(ids: OwnIds, identity: Identity, info: MessageInfo) -> MessageInfo:
+def shown_info(ids: OwnIds, identity: Identity, info: StoredMessage) -> StoredMessage:
     """A message as the caller sees it: with the ids that were given, and without numbers of the store."""
     org = identity.org
     given = {name: unscoped(org, info.message[name]) for name in GIVEN_IDS if name in info.message}
@@ -250,10 +250,6 @@ def shown_info(ids: OwnIds, identity: Identity, info: MessageInfo) -> MessageInf
     return replace(
         info, message_id=unscoped(org, info.message_id), message={**info.message, **given}, history=history
     )
-
-
-def _raw_info(operations: Operations, message_id: str) -> MessageInfo:
-    return info_of(operations, message_id, raw_value)
 
 
 async def stream(server: TaskServer, request: HttpRequest) -> HttpReply | None:

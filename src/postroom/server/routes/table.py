@@ -9,7 +9,7 @@ from postroom.calls.verb import engine_verbs
 from postroom.contracts.tasks.task_views import TaskInfo
 from postroom.core.gate import GATE
 from postroom.engine.dlq import DeadLetter
-from postroom.engine.inspection import EngineStatus, MessageInfo
+from postroom.engine.inspection import EngineStatus, StoredMessage
 from postroom.engine.token_status import TokenStatus
 from postroom.goals.goal_cells import Checkpoint, Decision
 from postroom.goals.goals import GoalStatus
@@ -43,7 +43,7 @@ _HANDLED: Sequence[ServedRoute] = (
     serve(tasks.ReadTaskStatus, task_handlers.status, answers.StatusAnswer),
     serve(messages.Submit, engine_handlers.submit, many=messages.SubmitMany),
     serve(messages.FindMessages, engine_handlers.find),
-    serve(messages.ShowMessage, engine_handlers.show, MessageInfo),
+    serve(messages.ShowMessage, engine_handlers.show, StoredMessage),
     serve(messages.StreamMessage, engine_handlers.stream),
     serve(messages.Explain, engine_handlers.explain),
     serve(messages.Cancel, engine_handlers.cancel),
