@@ -17,6 +17,7 @@ from postroom.server.http.writer import StoreWriter
 from postroom.stores.sqlite.store import SqliteStore
 from postroom.testing import FaultyStore, MemoryStore
 from tests.faultydisk import FaultyDisk
+from tests.unit.test_commits import DyingStore
 from tests.waiting import HANG_GUARD_S
 
 ONE, TWO, THREE = (Identity(name, "agent") for name in ("one", "two", "three"))
@@ -90,6 +91,15 @@ def test_the_store_is_reopened_after_a_failed_fsync(tmp_path: Path, monkeypatch:
         assert tasks.get(kept).status == tasks.get(last).status == "pending"
 
     run(work, SqliteStore(tmp_path / "queue.db"))
+
+
+def test_calls_go_on_after_a_store_that_could_not_be_opened_again() -> None:
+    async def work(_: Tasks, writer: StoreWriter) -> None:
+        [failed] = await together(writer.submit(enqueue_1, ONE))
+        assert isinstance(failed, HandleDead)
+        assert await writer.submit(enqueue_2, ONE)
+
+    run(work, DyingStore())
 
 
 def test_an_exception_in_one_call_does_not_affect_the_others() -> None:
