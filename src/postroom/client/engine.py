@@ -83,7 +83,7 @@ class MessageView(msgspec.Struct, frozen=True):
         return self.state in _SUCCEEDED
 
 
-class _Answer(msgspec.Struct, frozen=True):
+class _RequestAnswer(msgspec.Struct, frozen=True):
     message_id: str
     state: str = ""
     result: Any = None
@@ -376,12 +376,12 @@ class RemoteAgent:
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"the answer to {answer.message_id} did not come within {timeout_s:g} s")
 
-    def _request(self, message: Mapping[str, Any], wait_s: float) -> _Answer:
+    def _request(self, message: Mapping[str, Any], wait_s: float) -> _RequestAnswer:
         body = {**message, "timeout_s": round(wait_s, 3), "session": self.registration.session}
         answer = self._client.request(
             "POST", messages.Request.route.path, body, timeout_s=self._client.timeout_s + wait_s
         )
-        return self._client.converted(answer, _Answer)
+        return self._client.converted(answer, _RequestAnswer)
 
     def stream(
         self,
