@@ -80,6 +80,7 @@ def first(questions: list[Asked], kind: str) -> Any:
     return next(one["facts"] for one in questions if one["kind"] == kind)
 
 
+@pytest.mark.statement("recovery-adviser")
 def test_a_model_is_told_what_a_person_would_read(opened: Opened) -> None:
     """A scripted server: its questions have the payload, the context, the failures and the tools."""
     choices = {"demotion": "keep", "recovery": "person", "reversal_class": "REVERSIBLE", "merge": "branch"}

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from postroom import HttpAdviser, ValidationError
+from postroom.engine.rules.outcomes import Outcome
 from postroom.errors import UnknownDecision
 from tests.engines import EngineUnderTest
 from tests.goalworlds import Choosing, Opened, alerts, database, opened, postgres, url, world
@@ -44,6 +45,7 @@ def look(world: EngineUnderTest) -> Any:
     return world.wait(world.engine.decisions.list())
 
 
+@pytest.mark.statement("dead-letter-patterns")
 def test_a_systematic_failure_becomes_a_decision_with_a_proposed_rule(world: EngineUnderTest) -> None:
     search(world)
     fail(world, 4)
@@ -144,6 +146,26 @@ def test_a_model_that_is_sure_holds_and_replays_and_a_person_purges(opened: Open
     world.run_all()
     left = world.wait(world.engine.dlq.list())
     assert {one.error_history[-1]["error_type"] for one in left} == {"ValidationError"}
+
+
+@pytest.mark.statement("poison-pattern")
+def test_poison_is_kept_from_the_workers_by_a_rule(opened: Opened) -> None:
+    """The process of each message has died."""
+    world = opened(poison_crashes=1)
+    poison = {"payload": {"file": "bomb.zip"}}
+    world.submit_many(5, **poison)
+    for _ in range(5):
+        for one in world.claim():
+            record = one.record
+            world.finish(Outcome(kind="crashed", message_id=record.message_id, lease=record.lease))
+    assert world.claim() == []
+    [asked] = look(world)
+    assert (asked.proposed, asked.question.facts["is_poison"]) == ("hold", True)
+    world.wait(world.engine.decisions.answer(asked.decision_id, "hold"))
+    held = world.submit(**poison)
+    other = world.submit(payload={"file": "letter.pdf"})
+    assert [one.record.message_id for one in world.claim(10)] == [other.message_id]
+    assert world.state(held) == "SCHEDULED"
 
 
 def test_an_unsure_model_leaves_the_pattern_to_a_person(opened: Opened) -> None:

@@ -49,6 +49,7 @@ def create_events(world: EngineUnderTest, count: int, goal_id: str = "g") -> Non
     world.run_all()
 
 
+@pytest.mark.statement("reversals-found")
 def test_a_rollback_uses_the_handler_whose_name_is_the_opposite(world: EngineUnderTest) -> None:
     events = calendar(world)
     create_events(world, 3)
@@ -65,6 +66,7 @@ def test_a_rollback_uses_the_handler_whose_name_is_the_opposite(world: EngineUnd
     assert taken.question.options == ("delete_event", "none")
 
 
+@pytest.mark.statement("reversals-found")
 def test_a_reversal_whose_arguments_are_not_known_is_confirmed_by_a_person(world: EngineUnderTest) -> None:
     events = calendar(world, shape=None)
     create_events(world, 1)
@@ -155,6 +157,7 @@ def test_a_model_that_invents_an_argument_undoes_nothing(opened: Opened) -> None
     assert events == ["e0"]
 
 
+@pytest.mark.statement("reversals-found")
 def test_a_reversal_found_five_times_is_learned(opened: Opened) -> None:
     with scripted(lambda _: said("delete_event")) as (address, questions):
         world = opened(HttpAdviser(address, "small"))
