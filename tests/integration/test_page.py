@@ -596,6 +596,7 @@ def test_a_goal_is_rolled_back_after_a_preview(world: PageWorld, page: Page) -> 
     page.get_by_role("link", name="launch").click()
     expect(page.get_by_role("table", name="Changes that the main graph")).to_contain_text("draft")
     expect(page.get_by_label("Context of the goal")).to_contain_text("engineers")
+    expect(page.get_by_role("table", name="Effects")).to_contain_text("send-newsletterirreversiblenothing")
     page.get_by_role("button", name="Roll back to here").first.click()
     dialog = page.get_by_role("dialog")
     expect(dialog).to_contain_text("cannot be undone")

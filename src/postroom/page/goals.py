@@ -32,6 +32,7 @@ from postroom.server.routes.goal_handlers import answered, check_goal, visible_r
 from postroom.stores.transaction import Transaction
 
 STAGED_SHOWN_MAX: Final = 100
+EFFECTS_SHOWN_MAX: Final = 100
 GOALS_SHOWN_MAX: Final = 500
 STATUS_FIELDS: Final = (
     "goal_id", "org_id", "state", "open_messages", "effects", "created_us", "ended_us", "undoing"
@@ -160,6 +161,7 @@ async def goal(server: TaskServer, request: HttpRequest) -> HttpReply:
 
     status, checkpoints = await read(server, request, work)
     context, _ = await server.engine.goals.context(goal_id)
+    effects = await server.engine.goals.effects(goal_id)
     # What main does not have yet; nothing when the branch is gone or lies elsewhere.
     staged = await read(
         server,
@@ -181,6 +183,14 @@ async def goal(server: TaskServer, request: HttpRequest) -> HttpReply:
                     "reason": shown_text(request, one.reason),
                 }
                 for one in checkpoints
+            ],
+            "effects": [
+                {
+                    "key": shown_name(request, one.key),
+                    "reversal_class": one.reversal_class,
+                    "reversal": "" if one.reversal is None else shown_json(request, one.reversal),
+                }
+                for one in effects[:EFFECTS_SHOWN_MAX]
             ],
             "context": shown_json(request, context),
             "branch": [

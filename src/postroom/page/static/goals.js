@@ -85,7 +85,7 @@ export async function showOne(content, { argument, isCurrent, fail, session }) {
   return { overview: seldom(load, fail), reset: () => load().catch(fail) };
 }
 
-function draw({ goal, checkpoints, context, branch }, rollback, operates) {
+function draw({ goal, checkpoints, effects, context, branch }, rollback, operates) {
   const facts = [
     ["organization", goal.org_id],
     ["state", state(goal.state)],
@@ -103,6 +103,11 @@ function draw({ goal, checkpoints, context, branch }, rollback, operates) {
     ["effects", (one) => number(one.effects), "number"],
     ["", (one) => goal.state === "ACTIVE" && operates && h("button", { type: "button", "data-key": one.checkpoint_id, onclick: () => rollback(one) }, "Roll back to here")],
   ];
+  const undone = [
+    ["effect", (one) => one.key],
+    ["class", (one) => one.reversal_class.toLowerCase()],
+    ["undone by", (one) => (one.reversal ? code(one.reversal, "What undoes " + one.key) : "nothing that is known")],
+  ];
   const changes = [
     ["node", (one) => h("span", { class: "id" }, one.node_id)],
     ["changes", (one) => code(one.changes, "Changes of " + one.node_id)],
@@ -111,6 +116,7 @@ function draw({ goal, checkpoints, context, branch }, rollback, operates) {
   return [
     h("dl", { class: "facts" }, facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)))),
     section("Checkpoints", table("Checkpoints, the oldest first", columns, checkpoints, { hideCaption: true, empty: "The goal has ended, and its checkpoints are gone." })),
+    section("Effects", table("Effects that were not undone, the oldest first", undone, effects, { hideCaption: true, empty: "There is no effect." })),
     section("Branch", table("Changes that the main graph does not have yet", changes, branch, { empty: "none." })),
     section("Context", code(context, "Context of the goal")),
   ];
