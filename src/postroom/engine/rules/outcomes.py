@@ -58,6 +58,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     spread: float = 0.0
     """A random number from 0 to 1, for the jitter."""
     delay_s: float = 0.0
+    has_run: bool = False
+    """Whether a deferred attempt had begun its work: then what it used counts."""
     type: str = ""
     service: Service | None = None
     """The service that the attempt called."""
@@ -189,9 +191,9 @@ class Outcomes:
                         record, moment, delay_ns, outcome.error, outcome.lease
                     ),
                 )
-                if is_first and outcome.usage is not None:
+                if is_first and outcome.has_run:
                     self._ran.append(outcome)
-                self._settle(outcome, Spent(_tokens_of(outcome), ran=outcome.usage is not None))
+                self._settle(outcome, Spent(_tokens_of(outcome), ran=True) if outcome.has_run else NOTHING)
 
     def _settle(self, outcome: Outcome, spent: Spent) -> None:
         """Book what an attempt used of its reservation, and return the rest."""

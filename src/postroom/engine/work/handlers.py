@@ -305,6 +305,7 @@ def deferred(claimed: Claimed, error: SandboxUnavailable | TargetBusy, usage: Us
     return Outcome(
         kind="deferred", message_id=record.message_id, lease=record.lease, error=str(error),
         delay_s=error.retry_after_s, org_id=org_of(record.queue), body=claimed.body, usage=usage,
+        has_run=isinstance(error, TargetBusy),
     )  # fmt: skip
 
 
