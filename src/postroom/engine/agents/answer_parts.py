@@ -170,6 +170,10 @@ def whole_answer(operations: Operations, message_id: str) -> Any:
     """
     stored = operations.loaded(message_id)
     result, attempt = result_of(stored), stored.record.attempt
+    prefix = joined(message_id, attempt)
+    first = operations.transaction.cells.page(PARTS.name, prefix, 1)
+    if not any(key.startswith(prefix) for key, _ in first):
+        return result  # most messages have no parts
     chunks, position, is_complete = [], Position(), False
     while not is_complete:
         found, is_complete = read_on(operations, message_id, position)
