@@ -77,7 +77,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     insert(package / "engine/global_queue.py", f"{method}\n", "    async def sweep(self)")
     insert(package / "engine/global_queue.py", line, "    pause = waits(GlobalQueue.pause)")
     insert(package / "cli/engine/operate.py", f"{command}\n\n", "COMMANDS = (")
-    insert(package / "cli/engine/operate.py", "count, ", "status, explain, cancel")
+    insert(package / "cli/engine/operate.py", "count, ", "status, list_messages")
 
     data.mkdir()
     with Engine.open(f"sqlite:///{data / 'queue.db'}") as engine:
