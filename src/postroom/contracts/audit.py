@@ -124,6 +124,16 @@ class Audit:
             raise UnknownMessage(message_id, self.folder)
         return tracing.spans(self._revealed(events))
 
+    def goal(self, goal_id: str) -> list[tracing.Span]:
+        """Return the messages of a goal with their times. Reads the whole stream once, to find them."""
+        named = {event.message_id for event in self._segments.events() if event.goal_id == goal_id} - {""}
+        if len(named) > TRACE_IDS_MAX:
+            raise InvalidMessage(f"the goal {goal_id} has more than {TRACE_IDS_MAX} messages")
+        if not named:
+            raise InvalidMessage(f"no message of the goal {goal_id!r} is in {self.folder}")
+        with self._segments.searching() as find:
+            return tracing.spans(self._revealed(find(named)))
+
     def verify(
         self, head: str | None = None, *, noted: Iterable[StreamHead] = ()
     ) -> list[verify.IntegrityFinding]:

@@ -434,6 +434,48 @@ def trace(shell: Shell, first: str | None, second: str | None, key_file: Path | 
 
 @audit.command()
 @folder_argument
+@click.option("--goal", "goal_id", metavar="GOAL_ID", help="The messages of this goal.")
+@click.option("--trace", "trace_id", metavar="ID", help="The messages of this trace, or with this message.")
+@path_option("--out", metavar="FILE", text="An .svg file, or a .json file for speedscope.")
+@click.pass_obj
+def flame(
+    shell: Shell, folder: Path | None, goal_id: str | None, trace_id: str | None, out: Path | None
+) -> None:
+    """Draw where the messages of a goal or a trace spent their time, as a flame graph.
+
+    A frame is a type of message below that of its parent. The time until a delivery is a frame of its own.
+    The stream is read; Spark is not needed.
+
+    \b
+    Example:
+      postroom audit flame audit --goal g1 --out g1.svg
+      postroom audit flame audit --trace t41c0ffee-17 --out trace.json
+    """
+    if (goal_id is None) == (trace_id is None):
+        raise click.UsageError("give one of --goal and --trace")
+    if out is None or out.suffix not in (".svg", ".json"):
+        raise click.UsageError("--out names an .svg or a .json file")
+    try:
+        from postroom.pipeline.report.flames import profile_of, speedscope, svg_file
+    except ModuleNotFoundError as error:
+        missing = f"flame graphs need {error.name}, which is not installed: pip install 'postroom[spark]'"
+        raise click.ClickException(missing) from None
+    audit = _audit(shell, folder)
+    spans = audit.goal(goal_id) if goal_id is not None else audit.trace(str(trace_id))
+    profile = profile_of(str(goal_id or trace_id), spans)
+    if out.suffix == ".svg":
+        text = svg_file(profile)
+    else:
+        import msgspec
+
+        text = msgspec.json.encode(speedscope([profile], profile.name)).decode()
+    out.write_text(text, "utf-8")
+    facts = {"path": str(out), "messages": len(spans), "total_us": profile.total_us}
+    shell.output.facts(facts, f"{out} has the time of {len(spans)} messages")
+
+
+@audit.command()
+@folder_argument
 @click.option("--head", metavar="HASH", help="An earlier recorded head, to detect a truncated stream.")
 @click.option(
     "--store",

@@ -3,17 +3,22 @@
 A folded stack is a path of frames with the time spent in the last one. Equal paths share a frame.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from markupsafe import Markup
 
-from postroom.pipeline.report.plots import WIDTH, hint, svg
+from postroom.core.history.tracing import OPEN, Span
+from postroom.pipeline.report.plots import CALM, WIDTH, hint, svg
 from postroom.pipeline.report.words import duration, esc, share
 
 ROW: Final = 21
 NARROWEST: Final = 0.4  # pixels; thinner nodees are not drawn
 CHARACTER: Final = 6.3  # pixels of a character, on average
+STACK_OF_WAITING: Final = "waiting"
+UNNAMED_TYPE: Final = "?"  # as in `silver_spans`
 SPEEDSCOPE: Final = "https://www.speedscope.app/file-format-schema.json"
 
 Stack = tuple[tuple[str, ...], int]
@@ -54,6 +59,41 @@ def tree(profile: Profile) -> FlameNode:
             node.total_us += us
         node.own_us += us
     return root
+
+
+def profile_of(name: str, spans: Iterable[Span]) -> Profile:
+    """The profile of the messages of a request or a goal, each after its parent.
+
+    A stack has the types from the root downwards. The wait until the first delivery is a frame of its own, as
+    in the profiles of `gold_flames`. A message that has not ended has no time yet.
+    """
+    path: list[str] = []
+    sums: dict[tuple[str, ...], int] = {}
+    for span in spans:
+        path[span.depth :] = [span.type or UNNAMED_TYPE]
+        if span.outcome == OPEN:
+            continue
+        waited_us = max(0, span.wait_us or 0)
+        for stack, us in (((*path,), span.total_us - waited_us), ((*path, STACK_OF_WAITING), waited_us)):
+            if us > 0:
+                sums[stack] = sums.get(stack, 0) + us
+    return Profile(name, sorted(sums.items()))
+
+
+def colours_of(profiles: Iterable[Profile]) -> dict[str, int]:
+    """A colour for each kind of frame, the most frequent first."""
+    frames = Counter(name.split(" ", 1)[0] for one in profiles for path, _ in one.stacks for name in path)
+    del frames[STACK_OF_WAITING]
+    kinds = sorted(frames, key=lambda kind: (-frames[kind], kind))
+    return {kind: CALM[n % len(CALM)] for n, kind in enumerate(kinds)}
+
+
+def svg_file(profile: Profile) -> str:
+    """A flame graph as a file of its own, with the style of the report."""
+    drawn = flame_graph(profile, duration(profile.total_us), colours_of([profile]))
+    style = (Path(__file__).parent / "style.css").read_text("utf-8")
+    head, body = str(drawn).split(">", 1)
+    return f'{head} xmlns="http://www.w3.org/2000/svg"><style><![CDATA[{style}]]></style>{body}\n'
 
 
 def flame_graph(profile: Profile, said: str, colours: dict[str, int]) -> Markup:

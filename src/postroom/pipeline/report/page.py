@@ -6,7 +6,6 @@ Rule 3: the template escapes every value. Only the drawings of `plots` and `flam
 """
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
 from functools import cache
@@ -30,8 +29,8 @@ from postroom.pipeline.report.facts import (
     Times,
 )
 from postroom.pipeline.report.findings import SLA_GOOD, findings
-from postroom.pipeline.report.flames import flame_graph
-from postroom.pipeline.report.plots import COLOURS, Cell, Period, Series
+from postroom.pipeline.report.flames import colours_of, flame_graph
+from postroom.pipeline.report.plots import CALM, COLOURS, Cell, Period, Series
 from postroom.pipeline.report.words import count, duration, moment, money, plural, share, width
 
 MATRIX_MAX: Final = 14  # rows, and columns
@@ -40,7 +39,6 @@ SUSPECTS_SHOWN: Final = 8  # the others are in a collapsed table
 POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 TEMPLATE: Final = "page.html"
 
-CALM: Final = (0, 5, 3, 2, 4, 6, 7, 1)
 LOUD: Final = (1, 2, 4, 0, 3, 6, 5, 7)
 """Colours in the order of use. Red comes first for failures."""
 
@@ -521,12 +519,7 @@ class GoalView(NamedTuple):
 
 
 def _goals(facts: ReportFacts) -> list[GoalView]:
-    frames = Counter(
-        frame.split(" ", 1)[0] for goal in facts.goals for path, _ in goal.profile.stacks for frame in path
-    )
-    del frames["waiting"]
-    kinds = sorted(frames, key=lambda kind: (-frames[kind], kind))
-    colours = {kind: CALM[n % len(CALM)] for n, kind in enumerate(kinds)}
+    colours = colours_of(goal.profile for goal in facts.goals)
     return [_goal(goal, colours, facts.step_us) for goal in facts.goals]
 
 

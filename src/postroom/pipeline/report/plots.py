@@ -15,6 +15,7 @@ from postroom.pipeline.report.words import TENTH_US, clock, day, esc, label, mom
 from postroom.pipeline.times import DAY_US, HOUR_US, MICROS_PER_S, MINUTE_US
 
 COLUMNS_MAX: Final = 200  # of a plot over time
+CALM: Final = (0, 5, 3, 2, 4, 6, 7, 1)  # colours in the order of use
 WIDTH: Final = 1062  # pixels of a sheet; two narrow sheets fit side by side
 HALF_WIDTH: Final = 501
 SMALLEST: Final = 0.8  # the minimum scale, in a narrow window

@@ -40,7 +40,7 @@ from postroom.pipeline.report.facts import (
     Suspect,
     Times,
 )
-from postroom.pipeline.report.flames import Profile, Stack, speedscope
+from postroom.pipeline.report.flames import STACK_OF_WAITING, Profile, Stack, speedscope
 from postroom.pipeline.report.page import MATRIX_MAX, page
 from postroom.pipeline.report.plots import COLUMNS_MAX
 from postroom.pipeline.silver.spans import UNKNOWN
@@ -60,7 +60,6 @@ FINE_STEPS_US: Final = tuple(
     int(seconds * 1_000_000) for seconds in (0.1, 0.5, 1, 5, 15, 60, 5 * 60, 15 * 60)
 )
 """Widths of columns below an hour."""
-STACK_OF_WAITING: Final = "waiting"
 NAMELESS_ERROR: Final = "without a class"
 UNNAMED: Final = "unnamed"
 TABLES: Final = (
