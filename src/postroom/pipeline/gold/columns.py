@@ -18,10 +18,6 @@ ERROR_KINDS: Final = (
 )
 
 
-def count_where(condition: Column) -> Column:
-    return F.count(F.when(condition, 1))
-
-
 def one(condition: Column | None = None) -> Column:
     """The addend of a row to a count: 1, or 0 if the condition does not hold."""
     addend = F.lit(1) if condition is None else F.when(condition, 1).otherwise(0)

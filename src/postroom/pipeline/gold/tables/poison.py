@@ -8,7 +8,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.pipeline.follow.columns import named
 from postroom.pipeline.follow.merge import Sums
 from postroom.pipeline.follow.refresh import Table
-from postroom.pipeline.gold.columns import DAY, NAMED_EVENTS, count_where
+from postroom.pipeline.gold.columns import DAY, NAMED_EVENTS
 
 LAPSES_SUSPECT: Final = 2  # a message with at least this many lapsed leases is suspected
 
@@ -20,8 +20,8 @@ def crashes(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
         .where(F.col("kind").isin("lease_lapsed", "quarantined") & F.col("message_id").isNotNull())
         .groupBy("day", "message_id")
         .agg(
-            count_where(F.col("kind") == "lease_lapsed").alias("lapses"),
-            count_where(F.col("kind") == "quarantined").alias("quarantines"),
+            F.count_if(F.col("kind") == "lease_lapsed").alias("lapses"),
+            F.count_if(F.col("kind") == "quarantined").alias("quarantines"),
             F.min(F.struct("ts_us", "org_id", "type", "agent_id", "goal_id", "queue")).alias("first"),
             F.max("ts_us").alias("last_us"),
             F.sort_array(F.collect_set(F.when(F.col("kind") == "lease_lapsed", F.col("worker_id")))).alias(

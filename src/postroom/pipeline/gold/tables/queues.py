@@ -8,7 +8,7 @@ from pyspark.sql import functions as F  # noqa: N812 - as everybody calls it
 from postroom.pipeline.follow.merge import Sums
 from postroom.pipeline.follow.recompute import Running
 from postroom.pipeline.follow.refresh import Table
-from postroom.pipeline.gold.columns import DAY, count_where
+from postroom.pipeline.gold.columns import DAY
 from postroom.pipeline.times import DAY_US, MINUTE_US
 
 WAITING: Final = "QUEUED"
@@ -51,8 +51,8 @@ def flow(events: DataFrame) -> DataFrame:
         .where("change <> 0")
         .groupBy("day", "minute_us", "org_id", "queue")
         .agg(
-            count_where(F.col("change") > 0).alias("arrived"),
-            count_where(F.col("change") < 0).alias("left"),
+            F.count_if(F.col("change") > 0).alias("arrived"),
+            F.count_if(F.col("change") < 0).alias("left"),
         )
     )
 
