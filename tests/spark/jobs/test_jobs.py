@@ -393,7 +393,7 @@ def test_late_events_rewrite_the_rows_of_their_hour(
 def test_late_events_rewrite_every_gold_table_with_hours(tables_of: TablesOf) -> None:
     _, tables = tables_of()
     hourly = {name for name in GOLD if {"hour_us", "minute_us"} & set(tables.schema(name).names)}
-    assert hourly == set(BY_HOUR)
+    assert hourly - {file.stem for file in FILES.glob("*.sql")} == set(BY_HOUR)
 
 
 class Disturbed(Tables):

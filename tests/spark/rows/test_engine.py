@@ -75,6 +75,10 @@ def test_tables_of_all_contracts_are_what_the_oracle_and_the_engine_say(
     assert {row for row in budgets if any(row[4:])} == {
         *(("small", org, goal, "a1", 2_000, 0, 1_760, 0) for org in ("acme", "zen") for goal in ("g0", "g1")),
         ("tiny", "zen", "g9", "a2", 80, 20, 0, 20),
+        # A message that states no tokens holds one, and returns it if it has used none.
+        *(("small", "acme", goal, None, n, 0, 0, 0) for goal, n in (("g3", 1), ("g5", 4), ("g6", 1))),
+        *(("small", "slow", "g7", None, 1, 0, 0, 0), ("small", "acme", "g9", None, 2, 0, 1, 0)),
+        ("small", "zen", "g9", "a2", 4, 0, 0, 0),
     }
     assert rows("gold_cost", "model", "sum(calls)", "sum(cost_usd)") == [("small", calls, calls * COST)]
     assert {priority for priority, n in rows("gold_latency", "priority", "sum(n)") if n} == {0, 1, 2, 3}
