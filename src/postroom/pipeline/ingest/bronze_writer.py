@@ -66,7 +66,7 @@ def write_segments(
     plain = [segment for segment in segments if found[segment.name].is_trusted]
     adds = _write_plain_lines(spark, tables, stream, plain) if plain else []
     if adds is None:  # a plain line is no event to the reader
-        return write_validated_lines(spark, tables, stream, segments)
+        plain, adds = [], []
     staged = StagedFiles(bronze.ROWS, bronze.PARTITIONS, adds)
     require_rows(TABLE, staged, sum(found[segment.name].lines for segment in plain))
     others = [segment for segment in segments if segment not in plain]
