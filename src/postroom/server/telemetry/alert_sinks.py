@@ -1,24 +1,31 @@
 """Where alerts go: a webhook and a command.
 
 Rule 1: a sink gets the same notice again until it has accepted it. The id of a notice shows repetitions.
-Rule 2: texts pass the door before they leave. No error shows the whole address, which may hold a secret.
+Rule 2: texts pass the door before they leave. An error shows the host of an address alone: with many
+        services the path is the secret.
+Rule 3: a sink ends in time and takes little memory, whatever is at its other end.
 """
 
 import hashlib
 import hmac
 import http.client
+import os
+import signal
+import socket
 import ssl
 import subprocess
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Final
-from urllib.parse import urlsplit
+from threading import Thread, Timer
+from typing import IO, Final
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
 from postroom.core.door import leaving
 from postroom.core.times import EPOCH, MICROSECOND
-from postroom.errors import InvalidSetting, shown_address
+from postroom.errors import InvalidSetting
 from postroom.message import Alert
 from postroom.settings import AlertSettings
 
@@ -27,6 +34,7 @@ COMMAND_S: Final = 10.0
 SECRET_BYTES_MIN: Final = 16
 SIGNATURE: Final = "X-Postroom-Signature"
 SAID_CHARS_MAX: Final = 200
+SAID_S: Final = 1.0  # for the rest of what a failed command says
 
 SendNotice = Callable[[bytes], str]
 """Sends a notice; returns why it was not accepted, and an empty text when it was."""
@@ -56,8 +64,8 @@ def sinks_of(settings: AlertSettings) -> Mapping[str, SendNotice]:
     sinks: dict[str, SendNotice] = {}
     if settings.webhook is not None:
         secret = _secret(settings.secret_file)
-        url = settings.webhook
-        sinks["webhook"] = lambda notice: post(url, notice, secret)
+        address = checked_address(settings.webhook)
+        sinks["webhook"] = lambda notice: post(address, notice, secret)
     if settings.command:
         command = settings.command
         sinks["command"] = lambda notice: run(command, notice)
@@ -76,37 +84,96 @@ def _secret(path: Path | None) -> bytes:
     return secret
 
 
-def post(url: str, notice: bytes, secret: bytes) -> str:
+def checked_address(url: str) -> SplitResult:
+    """The parts of the address of a webhook. No error shows the address, which may hold a secret."""
+    with suppress(ValueError):
+        parts = urlsplit(url)
+        is_plain = url.isascii() and url.isprintable() and " " not in url and "@" not in parts.netloc
+        if is_plain and parts.hostname and parts.port != 0:  # a port that is none raises
+            return parts
+    raise InvalidSetting(
+        "alerts.webhook must have a host, a port from 1 to 65535 if any, no user name and no characters but "
+        "those of a URL"
+    )
+
+
+def post(parts: SplitResult, notice: bytes, secret: bytes, within_s: float = WEBHOOK_S) -> str:
     """Post a notice. Redirects are not followed: the signature is for one address."""
-    parts = urlsplit(url)
     headers = {"Content-Type": "application/json", "User-Agent": "postroom"}
     if secret:
         headers[SIGNATURE] = f"sha256={hmac.new(secret, notice, hashlib.sha256).hexdigest()}"
     connection: http.client.HTTPConnection
     if parts.scheme == "https":
         context = ssl.create_default_context()
-        connection = http.client.HTTPSConnection(parts.netloc, timeout=WEBHOOK_S, context=context)
+        connection = http.client.HTTPSConnection(parts.netloc, timeout=within_s, context=context)
     else:
-        connection = http.client.HTTPConnection(parts.netloc, timeout=WEBHOOK_S)
+        connection = http.client.HTTPConnection(parts.netloc, timeout=within_s)
+
+    def hang_up() -> None:
+        with suppress(OSError):
+            connection.sock.shutdown(socket.SHUT_RDWR)
+
+    shown = f"{parts.scheme}://{parts.netloc}"
     try:
-        connection.request("POST", f"{parts.path or '/'}{parts.query and '?'}{parts.query}", notice, headers)
-        status = connection.getresponse().status
+        connection.connect()
+        late = Timer(within_s, hang_up)  # the timeout of a socket begins again with each byte
+        late.start()
+        try:
+            target = f"{parts.path or '/'}{parts.query and '?'}{parts.query}"
+            connection.request("POST", target, notice, headers)
+            status = connection.getresponse().status
+        finally:
+            late.cancel()
+            late.join()
     except (OSError, http.client.HTTPException, ValueError) as error:
-        return f"{shown_address(url)} cannot be reached: {leaving(str(error)) or type(error).__name__}"
+        return f"{shown} cannot be reached: {leaving(str(error)) or type(error).__name__}"
     finally:
         connection.close()
-    return "" if 200 <= status < 300 else f"{shown_address(url)} answered {status}"  # noqa: PLR2004 - success
+    return "" if 200 <= status < 300 else f"{shown} answered {status}"  # noqa: PLR2004 - success
 
 
-def run(command: list[str], notice: bytes) -> str:
-    """Run a command with a notice on its standard input. No shell reads the words of the command."""
+def run(command: list[str], notice: bytes, within_s: float = COMMAND_S) -> str:
+    """Run a command with a notice on its standard input. No shell reads the words of the command.
+
+    What it has started ends with it when it fails or is late, and goes on when it succeeds.
+    """
     try:
-        ended = subprocess.run(  # noqa: S603 - the command of the settings
-            command, input=notice, capture_output=True, timeout=COMMAND_S, check=False
+        process = subprocess.Popen(  # noqa: S603 - the command of the settings
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
     except OSError as error:
         return f"{command[0]} cannot be run: {error.strerror}"
+    except ValueError as error:
+        return f"{command[0]!r} cannot be run: {error}"
+    assert process.stdin is not None  # noqa: S101 - for the type checker
+    assert process.stderr is not None  # noqa: S101 - as above
+    said = bytearray()
+    listener = Thread(target=_listen, args=(process.stderr, said), daemon=True)
+    listener.start()
+    try:
+        with suppress(BrokenPipeError), process.stdin as stdin:  # a notice is shorter than a pipe
+            stdin.write(notice)
+        process.wait(within_s)
     except subprocess.TimeoutExpired:
-        return f"{command[0]} did not end within {COMMAND_S:g} s"
-    said = leaving(ended.stderr.decode("utf-8", "replace").strip()[:SAID_CHARS_MAX])
-    return "" if not ended.returncode else f"{command[0]} ended with {ended.returncode}: {said}"
+        return f"{command[0]} did not end within {within_s:g} s"
+    finally:
+        if process.returncode != 0:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode == 0:
+        return ""
+    listener.join(SAID_S)
+    text = leaving(said.decode("utf-8", "replace").strip()[:SAID_CHARS_MAX])
+    return f"{command[0]} ended with {process.returncode}: {text}"
+
+
+def _listen(stream: IO[bytes], said: bytearray) -> None:
+    """Read a stream to its end, and keep its beginning."""
+    with stream:
+        while chunk := os.read(stream.fileno(), 65_536):
+            said += chunk[: 4 * SAID_CHARS_MAX - len(said)]
