@@ -94,22 +94,22 @@ class Claims:
         transaction.look_ahead(((PAUSES.name, SCAN_MAX), (CIRCUITS.name, 1)), lanes=True)
         transaction.put_back(OVERDUE_A_CLAIM_MAX)
         if self._books is None:
-            return [*map(self._reassigned, self._claim(limit))]
+            return self._reassigned(self._claim(limit))
         if transaction.lapsed:
             self._books.settle_all(transaction.lapsed)
-        claimed = [*map(self._reassigned, self._claim(limit))]
+        claimed = self._reassigned(self._claim(limit))
         self._books.flush()
         return claimed
 
-    def _reassigned(self, claimed: Claimed) -> Claimed:
-        """A message as the agent that recovery gave it to has it."""
-        body = claimed.body
-        if claimed.record.attempt == 1 or body is None or not body.in_goal:
-            return claimed
-        agent_id = REASSIGNED.get(self._transaction, claimed.record.message_id)
-        if agent_id is None:
-            return claimed
-        return msgspec.structs.replace(claimed, body=msgspec.structs.replace(body, agent_id=agent_id))
+    def _reassigned(self, claimed: list[Claimed]) -> list[Claimed]:
+        """Messages as the agents that recovery gave them to have them. It gives away only repeated ones."""
+        for index, one in enumerate(claimed):
+            if one.record.attempt > 1 and one.body is not None and one.body.in_goal:
+                agent_id = REASSIGNED.get(self._transaction, one.record.message_id)
+                if agent_id is not None:
+                    body = msgspec.structs.replace(one.body, agent_id=agent_id)
+                    claimed[index] = msgspec.structs.replace(one, body=body)
+        return claimed
 
     def _claim(self, limit: int) -> list[Claimed]:
         if not limit or not self._look_at_rules():
