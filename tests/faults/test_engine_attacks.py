@@ -223,7 +223,8 @@ def test_forked_handler_uses_its_context_on_a_store_in_memory(is_async: bool) ->
             engine.handler("tool_call", pool="process")(coroutine if is_async else plain)
             worker = asyncio.create_task(engine.run())
             handle = await engine.submit(type="tool_call", org_id="acme", payload={})
-            assert await handle.result(timeout_s=HANG_GUARD_S) == [True, 1, 1]
+            assert await handle.result(timeout_s=HANG_GUARD_S) == "chunk"
+            assert (await engine.get(handle.message_id)).result == [True, 1, 1]
             parts = [part async for part in handle]
             assert [part.type for part in parts] == [
                 "acknowledgment", "progress", "stream_chunk", "stream_complete",

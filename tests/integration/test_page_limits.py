@@ -165,7 +165,7 @@ def test_a_view_redacts_in_a_thread_and_a_limited_number_of_characters(page: Pag
             sent = [(await page.call("POST", "/queue/enqueue", task))["task_id"] for _ in range(10)]
             listed = await page.call("GET", "/page/agents/ada/tasks")
             assert 5 < len(listed["tasks"]) < 10
-            older = await page.call("GET", f"/page/agents/ada/tasks?before={listed['before']}")
+            older = await page.call("GET", f"/page/agents/ada/tasks?cursor={listed['cursor']}")
             found = [one["task_id"] for one in [*listed["tasks"], *older["tasks"]]]
             assert found[:10] == sent[::-1]
 
