@@ -11,7 +11,7 @@ from postroom.engine.rules.claims import Claimed, Claims
 from postroom.engine.rules.operations import Operations
 from postroom.engine.rules.outcomes import Outcome, OutcomeKind, Usage
 from postroom.engine.rules.policy import REQUEST_TYPES
-from postroom.engine.rules.routes import Route
+from postroom.engine.rules.routes import HandlerRoute
 from postroom.message import org_of
 from postroom.system.clock import Clock
 
@@ -28,7 +28,7 @@ class Direct:
         self._store = self._engine.store
         self._policy = policy
         self._services = services
-        self._routes = {name: (Route(service),) for name, service in services.items()}
+        self._routes = {name: (HandlerRoute(service),) for name, service in services.items()}
         self._registry = Registry(REQUEST_TYPES)
         self._rotation = Rotation()
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from postroom.errors import (
         AgentReplaced,
         Bounced,
+        BudgetSpent,
         CoordinatorStopped,
         EffectUnknown,
         GuardTripped,
@@ -81,6 +82,7 @@ __all__ = [
     "Backpressure",
     "Bounced",
     "Breaker",
+    "BudgetSpent",
     "Bus",
     "BusMessage",
     "Coordinator",

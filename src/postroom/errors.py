@@ -491,14 +491,8 @@ class GuardTripped(Rejected):
         super().__init__(message or f"goal {goal_id} has used {used:g} of at most {limit:g} {what}")
 
 
-class BudgetSpent(GuardTripped, MessageFailed):
+class BudgetSpent(MessageFailed):
     """A message ended before its next attempt, because its goal had reached a limit of its guard."""
-
-    def __init__(
-        self, message_id: str, state: str, error_history: Sequence[Mapping[str, Any]], message: str = ""
-    ) -> None:
-        MessageFailed.__init__(self, message_id, state, error_history, message)
-        self.goal_id = self.what = ""  # the text names them
 
 
 def failure_of(message_id: str, state: str, error_history: Sequence[Mapping[str, Any]]) -> MessageFailed:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from postroom import Breaker, MessageFailed, Policy, Retry
-from postroom.engine.rules.routes import Route, chosen
+from postroom.engine.rules.routes import HandlerRoute, chosen
 from postroom.errors import InvalidSetting, ValidationError
 from tests.engines import EngineUnderTest
 
@@ -37,8 +37,13 @@ def ran(world: EngineUnderTest, tool: str = "", **fields: Any) -> Any:
     return world.wait(handle.result())
 
 
-SLACK, CALENDAR, POST, REST = Route("slack"), Route("calendar"), Route("slack", "post"), Route()
-BOOK = Route("", "book")
+SLACK, CALENDAR, POST, REST = (
+    HandlerRoute("slack"),
+    HandlerRoute("calendar"),
+    HandlerRoute("slack", "post"),
+    HandlerRoute(),
+)
+BOOK = HandlerRoute("", "book")
 
 
 @pytest.mark.parametrize(
@@ -58,11 +63,11 @@ BOOK = Route("", "book")
         ([POST, BOOK], "", "read", None),
         ([BOOK], "", "read", None),
         ([BOOK], "any", "book", BOOK),
-        ([Route("a", "post"), POST], "", "post", None),
+        ([HandlerRoute("a", "post"), POST], "", "post", None),
     ],
 )
 def test_the_most_specific_route_is_chosen(
-    routes: list[Route], service: str, tool: str, found: Route | None
+    routes: list[HandlerRoute], service: str, tool: str, found: HandlerRoute | None
 ) -> None:
     payload = msgspec.json.encode({"tool": tool})
     assert chosen(routes, service, lambda: payload) == found

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from postroom import Guard, GuardTripped, MessageFailed, Retry
+from postroom import BudgetSpent, Guard, GuardTripped, Retry
 from postroom.engine.rules.outcomes import Outcome, Usage
 from tests.engines import EngineUnderTest
 from tests.goalworlds import Opened, alerts, opened_engines
@@ -42,9 +42,8 @@ def test_queued_messages_end_when_their_goal_has_spent_its_money(opened: Opened)
     assert len(calls) == 6
     assert world.state(other) == "COMPLETED"
     assert [world.state(handle) for handle in handles].count("DEAD_LETTER") == 95
-    with pytest.raises(GuardTripped, match="goal g has used 5 of at most 5 US dollars") as ended:
+    with pytest.raises(BudgetSpent, match="goal g has used 5 of at most 5 US dollars") as ended:
         world.wait(handles[-1].result())
-    assert isinstance(ended.value, MessageFailed)
     assert ended.value.error_history[-1]["error_type"] == "GuardTripped"
 
 

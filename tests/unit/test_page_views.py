@@ -14,7 +14,7 @@ from postroom.engine import dlq
 from postroom.engine.dlq import DeadLetter, FoundLetters
 from postroom.engine.inspection import BreakerStatus, EngineStatus
 from postroom.engine.rules.operations import Operations
-from postroom.engine.rules.routes import Route
+from postroom.engine.rules.routes import HandlerRoute
 from postroom.message import Event
 from postroom.page import messages
 from postroom.page.letters import patterns, preview
@@ -68,7 +68,7 @@ def test_dead_letters_of_the_same_error_are_one_pattern() -> None:
 def test_a_preview_says_what_stays_and_what_holds_messages_up() -> None:
     letters = [letter(1, "A"), letter(2, "A", "QUARANTINED"), letter(3, "A", can_replay=False)]
     status = EngineStatus({}, 0, 0, {}, 0, {"mail": BreakerStatus("open", 12.0)}, [])
-    found = preview(letters, status, [("a", "")], {"call": [Route("mail")]}, is_named=False)
+    found = preview(letters, status, [("a", "")], {"call": [HandlerRoute("mail")]}, is_named=False)
     assert (found.message_ids, found.kinds) == (["m1"], {"a: call": 1})
     assert sum(found.left_out.values()) == 2
     assert len(found.notes) == 3

@@ -47,7 +47,7 @@ from postroom.engine.rules.claims import Claimed, Claims
 from postroom.engine.rules.operations import Operations, Submitted
 from postroom.engine.rules.outcomes import Outcome, OutcomeKind, Usage
 from postroom.engine.rules.policy import REQUEST_TYPES, Guard, Organization, Policy
-from postroom.engine.rules.routes import Route
+from postroom.engine.rules.routes import HandlerRoute
 from postroom.engine.token_status import status_of
 from postroom.errors import (
     EffectUnknown,
@@ -92,7 +92,7 @@ ON_OPEN: Final[tuple[dict[str, Any], ...]] = (
 )
 TOOLS: Final = ("draw", "write", "read")
 TARGETS: Final = ("deploy", "ledger")
-ROUTES: Final = {"model_call": (Route("model"), Route("image", "draw"))}
+ROUTES: Final = {"model_call": (HandlerRoute("model"), HandlerRoute("image", "draw"))}
 """Model calls that name no service call the one that their handler declares. Those with the tool draw have
 another handler."""
 KEYS: Final = ("", "", "", "a", "b")

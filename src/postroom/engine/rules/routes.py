@@ -11,31 +11,33 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 
-class Route(NamedTuple):
+class HandlerRoute(NamedTuple):
     """The messages that a handler of a type is for; empty for any service, or any tool."""
 
     service: str = ""
     tool: str = ""
 
 
-Routes: TypeAlias = Mapping[str, Collection[Route]]
+Routes: TypeAlias = Mapping[str, Collection[HandlerRoute]]
 """Message type -> what its handlers are for."""
 
 
-class _Call(msgspec.Struct):
+class _ToolCall(msgspec.Struct):
     tool: Any = None
 
 
 def tool_of(payload: bytes) -> str:
     """The tool that a payload names; empty when it names none."""
     try:
-        tool = msgspec.json.decode(payload, type=_Call).tool
+        tool = msgspec.json.decode(payload, type=_ToolCall).tool
     except msgspec.DecodeError:
         return ""
     return tool if isinstance(tool, str) else ""
 
 
-def chosen(routes: Collection[Route], service: str, payload: Callable[[], bytes]) -> Route | None:
+def chosen(
+    routes: Collection[HandlerRoute], service: str, payload: Callable[[], bytes]
+) -> HandlerRoute | None:
     """The route of a message that names this service; None when none fits, or several fit equally well."""
     if len(routes) == 1:
         [only] = routes

@@ -17,7 +17,7 @@ from postroom.engine.rules.breakers import Service, service_called
 from postroom.engine.rules.claims import Claimed
 from postroom.engine.rules.outcomes import Outcome, Usage
 from postroom.engine.rules.policy import Policy
-from postroom.engine.rules.routes import Route, chosen, tool_of
+from postroom.engine.rules.routes import HandlerRoute, chosen, tool_of
 from postroom.engine.work.error_rules import rule_of
 from postroom.errors import (
     Bounced,
@@ -80,7 +80,7 @@ class Handlers:
     """The handlers of one engine."""
 
     def __init__(self) -> None:
-        self.registered: dict[str, dict[Route, Handler]] = {}
+        self.registered: dict[str, dict[HandlerRoute, Handler]] = {}
         self.built_in: dict[str, Handler] = {}
         """Handlers of postroom itself, for messages that no handler of the application fits."""
 
@@ -90,7 +90,10 @@ class Handlers:
 
     def add(self, type_name: str, handler: Handler) -> None:
         """Register a handler."""
-        of_type, route = self.registered.setdefault(type_name, {}), Route(handler.service, handler.tool)
+        of_type, route = (
+            self.registered.setdefault(type_name, {}),
+            HandlerRoute(handler.service, handler.tool),
+        )
         if route in of_type:
             name = getattr(of_type[route].run, "__name__", "a function")
             what = "".join(f" of {word} {value}" for word, value in route._asdict().items() if value)

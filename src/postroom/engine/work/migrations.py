@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from postroom.engine.core import EngineCore
 
 
-class Accepted(Protocol):
+class AcceptedMessage(Protocol):
     """A message as it was accepted, and its record."""
 
     @property
@@ -34,7 +34,7 @@ class Accepted(Protocol):
     def parent_message_id(self) -> str: ...
 
 
-class _Found(NamedTuple):
+class _Unclaimed(NamedTuple):
     """A stored message that was not claimed."""
 
     record: Record
@@ -52,7 +52,7 @@ class Current(NamedTuple):
     """As JSON, when it is stored apart."""
 
 
-def current(core: "EngineCore", claimed: "Accepted", body: Body, apart: Apart) -> Current:
+def current(core: "EngineCore", claimed: "AcceptedMessage", body: Body, apart: Apart) -> Current:
     """A stored message in the current version. Raises `InvalidMessage` when it cannot be migrated."""
     payload, ours = apart.payload or bytes(body.payload), core.policy.version
     if versions.is_same_major(body.version, ours):
@@ -68,7 +68,7 @@ def current(core: "EngineCore", claimed: "Accepted", body: Body, apart: Apart) -
     return Current(made.envelope.type, replace(made.body, **kept), made.payload, made.context or None)
 
 
-def handed(core: "EngineCore", accepted: Accepted, given: Current, shape: Shape) -> Message:
+def handed(core: "EngineCore", accepted: AcceptedMessage, given: Current, shape: Shape) -> Message:
     """A message as a handler with this shape gets it. Raises `ValidationError` when it does not fit."""
     payload = core.registry.shaped(given.type, given.payload, shape)
     context = None if given.context is None else decoded_value(given.context)
@@ -80,7 +80,7 @@ def as_handled(core: "EngineCore", operations: Operations, stored: Stored) -> Me
     body = body_of(stored.envelope.payload)
     if body is None:
         return None
-    found = _Found(stored.record, stored.envelope.type, stored.envelope.parent_message_id)
+    found = _Unclaimed(stored.record, stored.envelope.type, stored.envelope.parent_message_id)
     apart = bodies.apart(operations.transaction, body)
     try:
         given = current(core, found, body, apart)

@@ -121,7 +121,7 @@ class HttpAdviser(Adviser):
         """Ask in a thread of the adviser: a slow model must not take the threads that others need."""
         if self._threads is None:
             self._threads = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="postroom-adviser")
-        call = _Call(self._connection())
+        call = _ModelRequest(self._connection())
         path, headers = self._path(), self._headers()
         asking = asyncio.get_running_loop().run_in_executor(self._threads, call.post, path, body, headers)
         try:
@@ -151,7 +151,7 @@ class HttpAdviser(Adviser):
         return headers
 
 
-class _Call:
+class _ModelRequest:
     """One request in a thread, which another thread can end."""
 
     def __init__(self, connection: http.client.HTTPConnection) -> None:

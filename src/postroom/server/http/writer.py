@@ -36,7 +36,7 @@ WAITING_BYTES_A_TOKEN_MAX = 64 * 1024 * 1024
 WAITING_BYTES_RESERVE = 128 * 1024 * 1024
 
 
-class _Call(msgspec.Struct, frozen=True):
+class _WaitingCall(msgspec.Struct, frozen=True):
     """A call or claim of one request."""
 
     call: TaskCall | Claim
@@ -47,7 +47,7 @@ class _Call(msgspec.Struct, frozen=True):
     """Bytes counted in a commit."""
 
 
-_Waiting: TypeAlias = Submission[_Call]
+_Waiting: TypeAlias = Submission[_WaitingCall]
 
 
 class StoreWriter:
@@ -87,9 +87,9 @@ class StoreWriter:
             self._calls.give_back(identity)
             raise
         work = call.limit * TASK_BYTES if isinstance(call, Claim) else size
-        return self._thread.submit(_Call(call, identity, size, work), makes_room=makes_room)
+        return self._thread.submit(_WaitingCall(call, identity, size, work), makes_room=makes_room)
 
-    def _give_back(self, call: _Call) -> None:
+    def _give_back(self, call: _WaitingCall) -> None:
         self._calls.give_back(call.identity)
         self._bytes.give_back(call.identity, call.size)
 
@@ -98,7 +98,7 @@ class StoreWriter:
         self._closing = True
         self._thread.close()
 
-    def _commit(self, calls: list[_Call], makes_room: bool) -> list[Any]:
+    def _commit(self, calls: list[_WaitingCall], makes_room: bool) -> list[Any]:
         """Run calls in their order, then claims."""
         self.turns += 1
         others = {index: one.call for index, one in enumerate(calls) if not isinstance(one.call, Claim)}
@@ -162,7 +162,7 @@ class _MergedClaim(msgspec.Struct):
         return {index: [*islice(tasks, limit)] for index, limit in self.limits.items()}
 
 
-def merged(calls: Sequence[_Call]) -> list[_MergedClaim]:
+def merged(calls: Sequence[_WaitingCall]) -> list[_MergedClaim]:
     """The claims among the calls: those on equal terms in as few as `CLAIM_MAX` allows."""
     claims: list[_MergedClaim] = []
     latest: dict[Claim, _MergedClaim] = {}
