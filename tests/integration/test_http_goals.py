@@ -275,7 +275,8 @@ def results(site: Site, kind: str, payload: dict[str, Any]) -> list[Any]:
     """The results of a message of eve that is sent over MCP and over HTTP."""
     over_mcp = asyncio.run(submit_over_mcp(site, kind, payload))
     over_http = site.post("eve", "/engine/messages", type=kind, payload=payload, goal_id="launch")
-    site.world.run({})
+    for _ in range(2):  # a save waits for another one of the same node
+        site.world.run({})
     ids = (over_mcp, over_http.body["message_id"])
     return [site.get("eve", f"/engine/messages/{quote(one)}").body["result"] for one in ids]
 
