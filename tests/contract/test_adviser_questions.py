@@ -36,6 +36,7 @@ async def failing_messages_and_a_healthy_one(engine: Engine, questions: list[Ask
     return result
 
 
+@pytest.mark.statement("retry-adviser-choice")
 def test_a_healthy_message_runs_while_a_slow_model_thinks_about_failures() -> None:
     answered = threading.Event()
 
@@ -51,6 +52,7 @@ def test_a_healthy_message_runs_while_a_slow_model_thinks_about_failures() -> No
     assert {one["kind"] for one in questions} == {"demotion"}
 
 
+@pytest.mark.statement("retry-adviser-choice")
 @pytest.mark.parametrize(
     ("fields", "is_asked"),
     [

@@ -66,6 +66,7 @@ class CountedCommits(Commits):
         return self._world.engine.store.count()["org:acme"].get("QUEUED", 0)
 
 
+@pytest.mark.statement("dlq-replay-all")
 def test_replay_takes_every_dead_letter_that_matches_in_commits_of_bounded_size(
     world: EngineUnderTest,
 ) -> None:
@@ -79,6 +80,7 @@ def test_replay_takes_every_dead_letter_that_matches_in_commits_of_bounded_size(
     commits.close()
 
 
+@pytest.mark.statement("dlq-replay-all")
 def test_limit_leaves_the_rest_and_says_how_many(world: EngineUnderTest) -> None:
     failing(world, tool_call=ValidationError("bad"))
     ids = [handle.message_id for handle in dead(world, 7)]

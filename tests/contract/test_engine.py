@@ -114,6 +114,7 @@ def starts_of(world: EngineUnderTest, message_id: str) -> list[tuple[str, int, s
     return [(event.kind, event.attempt, event.worker_id) for event in events if event.worker_id]
 
 
+@pytest.mark.statement("events-started")
 def test_start_of_a_handler_is_an_event_with_its_worker(world: EngineUnderTest) -> None:
     @world.engine.handler("tool_call")
     def run(message: Any, ctx: Any) -> None:

@@ -179,7 +179,7 @@ def test_failures_that_were_stored_without_messages_count(alone: EngineUnderTest
     assert breakers(alone)["slack"].state == "open"
 
 
-@pytest.mark.statement("breaker-policy")
+@pytest.mark.statement("breaker-p0", "breaker-policy")
 @pytest.mark.parametrize(
     ("rule", "p0", "others"),
     [

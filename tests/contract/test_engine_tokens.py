@@ -296,6 +296,7 @@ def test_rebalancing_is_an_event_and_helps_the_short_tier(make: Make) -> None:
 REQUESTS = {"small": {"requests_per_minute": 2}}
 
 
+@pytest.mark.statement("tokens-requests")
 @pytest.mark.parametrize("fields", [{"type": "model_call"}, {"models": ["small"]}])
 def test_requests_count_without_tokens(make: Make, fields: dict[str, Any]) -> None:
     engine = make(REQUESTS)
@@ -309,6 +310,7 @@ def test_requests_count_without_tokens(make: Make, fields: dict[str, Any]) -> No
     assert (found.limit, found.used, found.reserved, found.free) == (2, 2, 0, 0)
 
 
+@pytest.mark.statement("tokens-estimate")
 def test_missing_estimate_is_estimated_from_the_payload(make: Make, tmp_path: Path) -> None:
     engine = make()
     engine.submit(type="model_call", payload={"prompt": "x" * 400})

@@ -62,7 +62,7 @@ def result(world: EngineUnderTest, message_id: str) -> Any:
     return world.wait(world.engine.handle(message_id).result())
 
 
-@pytest.mark.statement("version-migration")
+@pytest.mark.statement("version-backlog", "version-migration")
 def test_backlog_of_the_previous_version_is_migrated_at_the_claim(
     before: EngineUnderTest, upgraded: Upgraded
 ) -> None:
@@ -87,6 +87,7 @@ def test_migration_may_rename_a_type(before: EngineUnderTest, upgraded: Upgraded
     assert result(world, waiting.message_id)[2] == "tool_call"
 
 
+@pytest.mark.statement("version-backlog")
 def test_dead_letter_of_the_previous_version_is_migrated_by_its_replay(
     before: EngineUnderTest, upgraded: Upgraded
 ) -> None:
@@ -136,6 +137,7 @@ DEAD: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.statement("dlq-resubmit")
 @pytest.mark.parametrize("version", ["1.0.0", "2.0.0"])
 @pytest.mark.parametrize("fields", DEAD)
 def test_original_message_of_every_dead_letter_can_be_submitted(

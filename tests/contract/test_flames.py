@@ -37,6 +37,7 @@ def worked(tmp_path: Path) -> Path:
     return tmp_path / "audit"
 
 
+@pytest.mark.statement("events-flame")
 def test_flame_graph_has_the_time_of_the_messages_of_a_goal_without_spark(tmp_path: Path) -> None:
     audit = Audit(worked(tmp_path))
     spans = audit.goal("g1")

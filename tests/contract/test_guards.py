@@ -32,6 +32,7 @@ def spending(world: EngineUnderTest, **usage: Any) -> list[str]:
     return calls
 
 
+@pytest.mark.statement("guard-attempts")
 def test_queued_messages_end_when_their_goal_has_spent_its_money(opened: Opened) -> None:
     world = opened(guard=Guard(usd=5.0))
     calls = spending(world, cost_usd=1.0)
@@ -47,6 +48,7 @@ def test_queued_messages_end_when_their_goal_has_spent_its_money(opened: Opened)
     assert ended.value.error_history[-1]["error_type"] == "GuardTripped"
 
 
+@pytest.mark.statement("guard-attempts")
 def test_failed_attempts_count_and_their_retries_end(opened: Opened) -> None:
     world = opened(guard=Guard(tokens=100), retries={"model_call": Retry(max_retries=9, delay_s=1.0)})
     calls = spending(world, tokens_in=30, tokens_out=20)

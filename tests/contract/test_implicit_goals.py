@@ -29,7 +29,7 @@ def in_main(world: EngineUnderTest) -> Any:
     return None if node is None else node.properties["x"]
 
 
-@pytest.mark.statement("branch-isolated", "branch-scopes")
+@pytest.mark.statement("branch-implicit", "branch-isolated", "branch-scopes")
 @pytest.mark.parametrize("kind", ["memory_save", "memory_update"])
 def test_staged_save_starts_the_goal_that_its_sender_named(world: EngineUnderTest, kind: str) -> None:
     world.wait(world.engine.graph.main("acme").save("n", {"x": 0}))
@@ -45,6 +45,7 @@ def test_staged_save_starts_the_goal_that_its_sender_named(world: EngineUnderTes
     assert in_main(world) == 2
 
 
+@pytest.mark.statement("branch-implicit")
 def test_generated_goal_goes_to_main(world: EngineUnderTest) -> None:
     assert "implicit_goal" not in saved(world, 1)
     assert in_main(world) == 1

@@ -45,6 +45,7 @@ def working(world: EngineUnderTest, outcome: Any) -> list[Any]:
     return seen
 
 
+@pytest.mark.statement("mcp-size")
 @pytest.mark.parametrize("outcome", [LONG, ["y" * OUTCOME_INLINE_BYTES_MAX], {"short": 1}])
 def test_outcome_of_any_size_up_to_the_limit_is_found_by_the_next_attempt(
     world: EngineUnderTest, outcome: Any

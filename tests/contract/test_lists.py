@@ -49,6 +49,7 @@ def test_list_is_read_by_cursor_from_the_newest_on(world: EngineUnderTest) -> No
     assert len(listed(world).messages) == 10
 
 
+@pytest.mark.statement("list-search")
 def test_every_filter_chooses_its_messages(world: EngineUnderTest) -> None:
     @world.engine.handler("model_call")
     async def fail(_message: Any, _ctx: Any) -> None:

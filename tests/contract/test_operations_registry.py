@@ -253,7 +253,7 @@ def test_the_end_of_the_waiting_operation_ends_the_question(opened: Any, choice:
     world.complete([held])
 
 
-@pytest.mark.statement("conflict-adviser")
+@pytest.mark.statement("conflict-question", "conflict-adviser")
 def test_question_about_a_conflict_has_both_payloads_and_goals(opened: Any) -> None:
     adviser = Choosing(conflict="wait")
     world = opened(adviser=adviser)
@@ -279,7 +279,7 @@ def test_question_about_a_conflict_has_both_payloads_and_goals(opened: Any) -> N
 # ---- operations that nobody declared ---------------------------------------------------------------
 
 
-@pytest.mark.statement("conflict-structural", "conflict-before")
+@pytest.mark.statement("conflict-undeclared", "conflict-structural", "conflict-before")
 def test_memory_messages_work_on_the_node_that_they_name(world: EngineUnderTest) -> None:
     def memory(kind: str, node_id: Any, **payload: Any) -> Any:
         return world.submit(type=f"memory_{kind}", payload={"node_id": node_id, **payload})
@@ -328,6 +328,7 @@ class Building:
         return "built"
 
 
+@pytest.mark.statement("conflict-undeclared")
 def test_effect_on_a_target_waits_for_the_operation_of_another_message(opened: Any) -> None:
     world = opened(guard=Guard(tokens=1_000))
     building = Building(world)

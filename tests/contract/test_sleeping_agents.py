@@ -39,7 +39,7 @@ def agents(world: EngineUnderTest) -> dict[str, str]:
     return world.engine.store.read(listed)
 
 
-@pytest.mark.statement("type-agent-spawn")
+@pytest.mark.statement("agent-asleep", "type-agent-spawn")
 def test_agent_without_a_program_sleeps_until_it_registers(opened: Opened) -> None:
     world = opened()
     assert control(world, "spawn", agent_id="writer") == {"agent_id": "writer", "health": "asleep"}

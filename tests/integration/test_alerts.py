@@ -13,6 +13,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import pytest
+
 from postroom import Engine
 from postroom.server.access.registry import Agents
 from tests import warmpython
@@ -95,6 +97,7 @@ def postroom(config: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=HANG_GUARD_S, check=False)
 
 
+@pytest.mark.statement("poison-alert")
 def test_alert_is_told_once_with_its_end_and_survives_kills_of_the_server(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

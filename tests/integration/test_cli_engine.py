@@ -262,6 +262,7 @@ def test_a_pause_holds_messages_back() -> None:
     assert engine("status").line["pauses"] == []
 
 
+@pytest.mark.statement("list-search")
 def test_messages_are_listed_by_filters_and_cursor() -> None:
     with opened() as store:
         fields: Any = {"type": "own_type", "org_id": "acme", "payload": {"to": "Oslo"}}

@@ -193,6 +193,7 @@ def test_dead_letters_are_listed_replayed_and_purged(
     assert all(letter["message_id"] not in ids for letter in client.dlq.list())
 
 
+@pytest.mark.statement("list-search")
 def test_messages_are_listed_by_filters_and_cursor(client: EngineClient, boss: EngineClient) -> None:
     ids = [submit(client, goal_id="atlas", payload={"number": n}, delay_s=3600) for n in range(3)]
     first = client.list(goal_id="atlas", limit=2)

@@ -216,6 +216,7 @@ def test_a_server_that_cannot_start_is_retried_and_names_itself(tmp_path: Path) 
     run(engine, check)
 
 
+@pytest.mark.statement("mcp-services")
 def test_mcp_servers_and_handlers_of_the_application_share_a_type(tmp_path: Path) -> None:
     engine = opened(tmp_path)
 

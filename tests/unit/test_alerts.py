@@ -1,5 +1,6 @@
 """When an alert is told, repeated and over."""
 
+import pytest
 from msgspec.structs import replace
 
 from postroom.core.health import alerts
@@ -41,6 +42,7 @@ def test_end_is_told_once_and_a_new_beginning_again() -> None:
     assert (again.notice, again.first_us, again.resolved_us, again.count) == (3, NOW + 7, 0, 1)
 
 
+@pytest.mark.statement("stage-alert")
 def test_stage_alerts_end_below_their_stage() -> None:
     for name, stage in ((CRITICAL, HEAVY), (EMERGENCY, EMERGENCY_STAGE)):
         for found, is_over in ((stage, False), (stage - 1, True)):
@@ -48,6 +50,7 @@ def test_stage_alerts_end_below_their_stage() -> None:
             assert alerts.is_over(new(name), facts) is is_over
 
 
+@pytest.mark.statement("poison-alert")
 def test_poison_ends_when_nothing_is_quarantined_and_a_pause_when_it_is_resumed() -> None:
     assert not alerts.is_over(new(), replace(FACTS, quarantined=["acme"]))
     assert alerts.is_over(new(), replace(FACTS, quarantined=["zen"]))

@@ -119,6 +119,7 @@ def counted(events: Iterable[Event]) -> EventCounts:
     return counts
 
 
+@pytest.mark.statement("metrics-latency")
 def test_events_add_up_to_histograms_and_counters() -> None:
     counts = counted([*life("m1", "acme", "tool_call"), *life("m2", "acme", "tool_call", is_good=False)])
     labels = ("acme", "tool_call", "P1")
@@ -156,6 +157,7 @@ def test_the_page_lists_every_metric() -> None:
     }
 
 
+@pytest.mark.statement("metrics-dashboard")
 def test_every_query_of_the_dashboard_names_labels_of_its_metric() -> None:
     SERVER.events.add(life("m3", "acme", "tool_call", is_good=False))
     labels: dict[str, set[str]] = {}

@@ -43,6 +43,7 @@ WRONG: list[tuple[Callable[..., Any], str, Any]] = [
 ]
 
 
+@pytest.mark.statement("retention-checked")
 @pytest.mark.parametrize(("kind", "name", "value"), WRONG)
 def test_invalid_value_is_refused_with_its_field(kind: Callable[..., Any], name: str, value: Any) -> None:
     with pytest.raises(InvalidSetting, match=name) as refused:
@@ -51,7 +52,7 @@ def test_invalid_value_is_refused_with_its_field(kind: Callable[..., Any], name:
     assert repr(value) in str(refused.value) or repr(inner) in str(refused.value)
 
 
-@pytest.mark.statement("retry-defaults")
+@pytest.mark.statement("retry-configs", "retry-defaults")
 def test_retry_rules_of_the_design_are_accepted_as_objects() -> None:
     rules: dict[str, Any] = {
         "model_call": {"max_retries": 2, "strategy": "exponential"},
