@@ -145,3 +145,16 @@ def test_nothing_is_replayed_when_one_of_the_named_ids_is_unknown(world: EngineU
     with pytest.raises(UnknownTask):
         world.wait(world.engine.dlq.replay([letter.message_id, "nobody"]))
     assert world.state(letter) == "DEAD_LETTER"
+
+
+@pytest.mark.parametrize("filters", [{"limit": "x"}, {"limit": -1}, {"orgid": "zen"}, {"org_id": "\ud800"}])
+def test_filter_that_does_not_fit_changes_nothing_also_beside_ids(
+    world: EngineUnderTest, filters: dict[str, Any]
+) -> None:
+    failing(world, tool_call=ValidationError("bad"))
+    ids = [handle.message_id for handle in dead(world, 2)]
+    for chosen in (None, ids):
+        for change in (world.engine.dlq.replay, world.engine.dlq.purge):
+            with pytest.raises(InvalidMessage):
+                world.wait(change(chosen, **filters))
+    assert len(world.wait(world.engine.dlq.list())) == 2

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from postroom import Advice, Adviser, Guard, Policy, Retry, RuleAdviser
 from postroom.errors import (
@@ -12,7 +13,9 @@ from postroom.errors import (
     ValidationError,
     WrongState,
 )
-from postroom.goals.goal_cells import EFFECTS
+from postroom.goals.decisions import DECISIONS_LISTED_MAX
+from postroom.goals.goal_cells import DECISIONS, EFFECTS, PENDING
+from postroom.stores.transaction import Transaction
 from tests.engines import EngineUnderTest
 from tests.goalworlds import (
     Choosing,
@@ -269,3 +272,22 @@ def test_ended_goals_and_decisions_are_kept_for_30_days(opened: Opened) -> None:
     assert world.wait(world.engine.decisions.list(decided=True)) == []
     with pytest.raises(UnknownGoal):
         world.wait(world.engine.goals.context("old"))
+
+
+def test_many_questions_of_one_organization_hide_none_of_another(opened: Opened) -> None:
+    world = unsure(opened)
+    [mine] = world.wait(world.engine.decisions.list())
+
+    def flood(transaction: Transaction) -> None:
+        for number in range(DECISIONS_LISTED_MAX):
+            earlier = f"{number:08}"
+            DECISIONS.put(
+                transaction, replace(mine, decision_id=earlier, org_id="flood", subject={}), earlier
+            )
+            PENDING.put(transaction, True, earlier)
+
+    world.engine.store.write(flood)
+    [seen] = world.wait(world.engine.decisions.list(org_id=mine.org_id))
+    assert seen.decision_id == mine.decision_id
+    goal = world.wait(world.engine.goals.status(mine.subject["goal_id"]))
+    assert goal.decisions == [mine.decision_id]

@@ -3,6 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
+from postroom import Engine
 from postroom.core.health import alerts
 from postroom.core.health.alerts import MICROS_PER_S, POISON, REPEAT_S, AlertFacts
 from postroom.core.health.diagnosis import diagnose
@@ -114,3 +115,16 @@ def test_conditions_of_a_server_are_disk_and_certificate() -> None:
     ended = replace(facts, folder=None, certificate=CertificateFacts("cert.pem", NOW - 1))
     assert conditions_of(diagnose(ended)) == {"Certificate ends": "the certificate cert.pem has ended"}
     assert conditions_of(diagnose(replace(ended, certificate=None))) == {}
+
+
+def test_pause_goes_on_until_the_last_one_of_its_organization_is_resumed() -> None:
+    with Engine.open("memory://") as engine:
+        blocking = engine.blocking
+        for type_name in ("model_call", "tool_call"):
+            blocking.pause(org_id="acme", type=type_name)
+        over = []
+        for type_name in ("tool_call", "model_call"):
+            blocking.resume(org_id="acme", type=type_name)
+            [paused] = blocking.alerts()
+            over.append(bool(paused.resolved_us))
+    assert over == [False, True]

@@ -46,11 +46,29 @@ def test_file_that_does_not_exist_is_made(name: str) -> None:
         ("gemini", '{"theme": "dark" // comment\n}', "not plain JSON"),
         ("gemini", "[]", "not an object"),
         ("opencode", '{"mcp": []}', "not an object"),
+        ("gemini", '{"mcpServers": {"postroom": 5}}', "not an object"),
+        ("gemini", '{"mcpServers": {"postroom": {"args": 7}}}', "Expected `array`"),
+        ("codex", "mcp_servers = 5\n", "not an object"),
+        ("codex", "[mcp_servers.postroom]\nargs = 7\n", "Expected `array`"),
+        ("claude", '{"a":' * 100_000, "not plain JSON"),
     ],
 )
 def test_file_that_cannot_be_changed_safely_is_refused(name: str, text: str, words: str) -> None:
     with pytest.raises(InvalidSetting, match=words):
         PROGRAMS[name].add(text, ENTRY)
+    with pytest.raises(InvalidSetting, match=words):
+        PROGRAMS[name].remove(text)
+
+
+def test_codex_entry_that_would_break_the_file_is_refused() -> None:
+    with pytest.raises(InvalidSetting, match="cannot follow mcp_servers as it is written"):
+        PROGRAMS["codex"].add("mcp_servers = {}\n", ENTRY)
+
+
+def test_codex_keeps_what_stands_between_a_lost_comment_and_the_entry() -> None:
+    codex = PROGRAMS["codex"]
+    lost = "# Written by `postroom connect`, which also removes it.\n[mine]\nx = 1\n"
+    assert codex.remove(codex.add(lost, ENTRY)) == lost
 
 
 def test_codex_is_told_to_wait_for_the_tools() -> None:

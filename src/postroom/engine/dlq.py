@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict, Unpack
 import msgspec
 from msgspec.structs import replace
 
-from postroom.calls.fields import LETTERS_MAX, NUMBER_MAX, REPLAYED_NAMED_MAX
+from postroom.calls.fields import LETTERS_MAX, NUMBER_MAX, REPLAYED_NAMED_MAX, Name
 from postroom.calls.messages import Replayed
 from postroom.calls.submit import AttemptError
 from postroom.core.formats.jsoninput import ReadValue, decoded_value
@@ -60,7 +60,7 @@ class DeadLetter(msgspec.Struct, frozen=True):
 class Filters(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which dead letters to return. None means any."""
 
-    org_id: str | None = None
+    org_id: Name | None = None
     type: str | None = None
     error_type: str | None = None
     goal_id: str | None = None
@@ -127,8 +127,9 @@ class DeadLetters:
             raise InvalidMessage(f"priority must be a whole number from 0 to 3, not {shown(priority)}")
         if rate_per_s is not None and (type(rate_per_s) not in (int, float) or not rate_per_s > 0):
             raise InvalidMessage(f"rate_per_s must be a positive number, not {shown(rate_per_s)}")
-        tally = _Tally(filters.get("limit"), is_named=message_ids is not None)
-        async for found in self._pages(message_ids, filters, 1 if rate_per_s else CHANGED_A_COMMIT_MAX):
+        wanted = _of_change(filters)
+        tally = _Tally(wanted.limit, is_named=message_ids is not None)
+        async for found in self._pages(message_ids, wanted, 1 if rate_per_s else CHANGED_A_COMMIT_MAX):
             chosen = tally.choose(found)
             if dry_run or not chosen:
                 tally.message_ids += chosen
@@ -155,9 +156,9 @@ class DeadLetters:
     ) -> Ids:
         """Forget dead letters, without ids all that match the filters; returns their ids."""
         purged: Ids = []
-        limit = filters.get("limit")
-        async for found in self._pages(message_ids, filters, CHANGED_A_COMMIT_MAX):
-            left = None if limit is None else limit - len(purged)
+        wanted = _of_change(filters)
+        async for found in self._pages(message_ids, wanted, CHANGED_A_COMMIT_MAX):
+            left = None if wanted.limit is None else wanted.limit - len(purged)
             chosen = [letter.message_id for letter in found[:left]]
             if chosen and not dry_run:
                 chosen = await self._commits.control(partial(_forget, message_ids=chosen))
@@ -165,7 +166,7 @@ class DeadLetters:
         return purged
 
     async def _pages(
-        self, message_ids: Iterable[str] | None, filters: LetterFilters, size: int
+        self, message_ids: Iterable[str] | None, wanted: Filters, size: int
     ) -> AsyncIterator[Letters]:
         """The dead letters that were named, else all that match the filters, a few at a time."""
         if message_ids is not None:
@@ -173,10 +174,10 @@ class DeadLetters:
             for start in range(0, len(named), size):
                 yield named[start : start + size]
             return
-        wanted = replace(checked_filters({"limit": None, **filters}, NUMBER_MAX), limit=size)
+        paged = replace(wanted, limit=size)
         place: int | None = None
         while place != 0:
-            look = partial(search, wanted=wanted, looked_max=LOOKED_A_READ, read_value=None, place=place)
+            look = partial(search, wanted=paged, looked_max=LOOKED_A_READ, read_value=None, place=place)
             found = await self._commits.read(look)
             place = found.place
             yield found.letters
@@ -274,6 +275,11 @@ def checked_filters(filters: Mapping[str, Any], limit_max: int = LETTERS_MAX) ->
     if wanted.limit is not None and not 1 <= wanted.limit <= limit_max:
         raise InvalidMessage(f"limit must be from 1 to {limit_max}, not {wanted.limit}")
     return wanted
+
+
+def _of_change(filters: LetterFilters) -> Filters:
+    """The filters of a replay or a purge, checked. They have no limit unless one is given."""
+    return checked_filters({"limit": None, **filters}, NUMBER_MAX)
 
 
 class FoundLetters(NamedTuple):

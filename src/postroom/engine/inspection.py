@@ -417,7 +417,8 @@ def newest_first(
 
     `before` 0 begins with the newest. `page` is how many records one read of the store gives.
     """
-    before = before or transaction.events.newest() + 1
+    end = transaction.events.newest() + 1
+    before = min(before or end, end)
     counts = by_state(transaction.lanes.total() if queue is None else transaction.lanes.depth(queue))
     if not any(n for what, n in counts.items() if what != "LAPSES" and state in (None, what)):
         return  # by the counters: no record is looked at

@@ -8,6 +8,7 @@ Rule 3: the same choice for the same pattern, `LEARNED_AFTER` times in a row, be
 """
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, Final, TypeAlias
 
 from msgspec.structs import replace
@@ -257,11 +258,12 @@ def drop(transaction: Transaction, decision_id: str, choice: str, reasoning: str
         _record(transaction, taken)
 
 
-def waiting(transaction: Transaction) -> list[Decision]:
-    """Decisions that nobody has taken yet, the oldest first."""
-    ids = [key for key, _ in PENDING.scan(transaction, limit=DECISIONS_LISTED_MAX)]
-    listed = [decision for key in ids if (decision := DECISIONS.get(transaction, key)) is not None]
-    return sorted(listed, key=lambda decision: (decision.created_us, decision.decision_id))
+def waiting(transaction: Transaction, org_id: str | None = None) -> list[Decision]:
+    """Decisions of an organization or of all that nobody has taken yet, the oldest first."""
+    pending = (DECISIONS.get(transaction, key) for key, _ in PENDING.all(transaction))
+    listed = (one for one in pending if one is not None and org_id in (None, one.org_id))
+    some = islice(listed, DECISIONS_LISTED_MAX)  # those of others do not count
+    return sorted(some, key=lambda decision: (decision.created_us, decision.decision_id))
 
 
 # ---- outside ---------------------------------------------------------------------------------------
@@ -291,13 +293,17 @@ class Decisions:
     def __init__(self, commits: Commits) -> None:
         self._commits = commits
 
-    async def list(self, *, decided: bool = False) -> Taken:
-        """Decisions that nobody has taken yet; with `decided`, those that were taken."""
+    async def list(self, *, decided: bool = False, org_id: str | None = None) -> Taken:
+        """Decisions that nobody has taken yet; with `decided`, those that were taken.
+
+        `org_id` leaves out those of other organizations.
+        """
 
         def work(transaction: Transaction) -> Taken:
             if not decided:
-                return waiting(transaction)
-            taken = [one for _, one in DECISIONS.all(transaction) if one.state == "decided"]
+                return waiting(transaction, org_id)
+            found = DECISIONS.all(transaction)
+            taken = [one for _, one in found if one.state == "decided" and org_id in (None, one.org_id)]
             return sorted(taken, key=lambda one: one.decided_us)[-DECISIONS_LISTED_MAX:]
 
         return await self._commits.read(lambda operations: work(operations.transaction))

@@ -444,7 +444,7 @@ def ask_about(
     goal = goal_of(transaction, goal_id)
     pending = {
         (one.subject.get("node_id"), one.subject.get("property")): one
-        for one in decisions.waiting(transaction)
+        for one in decisions.waiting(transaction, goal.org_id)
         if one.kind == "merge" and one.subject.get("goal_id") == goal_id
     }
     asked: list[Decision] = []
@@ -498,7 +498,7 @@ def status_of(transaction: Transaction, goal_id: str) -> GoalStatus:
     plan = ROLLBACKS.get(transaction, goal_id)
     waiting = [
         one.decision_id
-        for one in decisions.waiting(transaction)
+        for one in decisions.waiting(transaction, goal.org_id)
         if PENDING.get(transaction, one.decision_id) and one.subject.get("goal_id") == goal_id
     ]
     return GoalStatus(

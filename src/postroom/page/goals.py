@@ -6,7 +6,7 @@ from typing import Any, Final
 import msgspec
 
 from postroom.calls.fields import Text
-from postroom.core.gate import of_organization, permit, visible_org
+from postroom.core.gate import visible_org
 from postroom.engine.rules.cells import SEPARATOR
 from postroom.engine.rules.operations import Operations
 from postroom.errors import InvalidMessage, RollbackRefused, UnknownCheckpoint
@@ -51,10 +51,10 @@ class RollbackBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 async def decisions(server: TaskServer, request: HttpRequest) -> HttpReply:
-    found = await read(server, request, lambda operations: decision_cells.waiting(operations.transaction))
-    identity = request.identity
-    seen = [one for one in found if permit(identity, "decision.read", of_organization(one.org_id))]
-
+    org_id = visible_org(request.identity)
+    seen = await read(
+        server, request, lambda operations: decision_cells.waiting(operations.transaction, org_id)
+    )
     rules = await visible_rules(server, request)
 
     def shown() -> dict[str, Any]:
@@ -120,7 +120,7 @@ class GoalRow(msgspec.Struct, frozen=True):
 
 def goal_lines(transaction: Transaction, org_id: str | None) -> list[GoalRow]:
     """The goals of one organization or of all: those that have not ended first, then the newest first."""
-    waiting = Counter(one.subject.get("goal_id") for one in decision_cells.waiting(transaction))
+    waiting = Counter(one.subject.get("goal_id") for one in decision_cells.waiting(transaction, org_id))
     found = [(key, goal) for key, goal in STATES.all(transaction) if org_id in (None, goal.org_id)]
     found.sort(key=lambda one: (one[1].ended_us > 0, -one[1].created_us))
     return [

@@ -223,7 +223,7 @@ def _checked(entry: ServerEntry) -> str:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text("utf-8")
+        return path.read_bytes().decode()  # with its ends of lines
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:

@@ -8,7 +8,9 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
+
+import msgspec
 
 from postroom.errors import InvalidSetting
 
@@ -17,7 +19,7 @@ START_TIMEOUT_S = 30
 CALL_TIMEOUT_S = 60  # above the longest wait of a tool
 _BEGIN = "# Written by `postroom connect`, which also removes it."
 _END = "# End of postroom."
-_BLOCK = re.compile(rf"\n*{re.escape(_BEGIN)}\n.*?{re.escape(_END)}\n", re.DOTALL)
+_BLOCK = re.compile(rf"\n*{re.escape(_BEGIN)}\n(?:(?!{re.escape(_BEGIN)}).)*?{re.escape(_END)}\n", re.DOTALL)
 
 
 class ServerEntry(NamedTuple):
@@ -43,6 +45,31 @@ class Program(NamedTuple):
     remove: Callable[[str], str]
 
 
+class _Entry(msgspec.Struct):
+    """An entry of an MCP server as any of the programs writes it."""
+
+    command: str | list[str] = ""
+    args: list[str] = []
+    env: dict[str, str] = {}
+    environment: dict[str, str] = {}
+
+
+def _entry_of(settings: Any, section: str) -> ServerEntry | None:
+    """Our entry in a section of settings that somebody else may have written."""
+    try:
+        servers = msgspec.convert(settings, dict[str, Any]).get(section, {})
+        found = msgspec.convert(servers, dict[str, Any]).get(SERVER)
+        entry = None if found is None else msgspec.convert(found, _Entry)
+    except msgspec.ValidationError as error:
+        raise InvalidSetting(
+            f"the settings are not an object with an object {section!r} of MCP servers: {error}"
+        ) from None
+    if entry is None:
+        return None
+    command = [entry.command] if isinstance(entry.command, str) else entry.command
+    return ServerEntry([*command, *entry.args], entry.env or entry.environment)
+
+
 def _home(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("HOME") or Path.home())
 
@@ -52,16 +79,13 @@ def _home(environ: Mapping[str, str]) -> Path:
 
 def _read_toml(text: str) -> ServerEntry | None:
     try:
-        found = tomllib.loads(text).get("mcp_servers", {}).get(SERVER)
-    except tomllib.TOMLDecodeError as error:
+        return _entry_of(tomllib.loads(text), "mcp_servers")
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise InvalidSetting(f"the settings are not TOML: {error}") from None
-    return found and ServerEntry((found.get("command", ""), *found.get("args", ())), found.get("env", {}))
 
 
 def _add_toml(text: str, entry: ServerEntry) -> str:
     rest = _remove_toml(text)
-    if _read_toml(rest) is not None:
-        raise InvalidSetting(f"[mcp_servers.{SERVER}] was written by somebody else: remove it first")
     command, *arguments = entry.command
     env = ", ".join(f"{name} = {_string(value)}" for name, value in entry.env.items())
     lines = [
@@ -75,7 +99,12 @@ def _add_toml(text: str, entry: ServerEntry) -> str:
         f"tool_timeout_sec = {CALL_TIMEOUT_S}",
         _END,
     ]
-    return f"{rest.rstrip()}\n\n".lstrip() + "\n".join(lines) + "\n"
+    added = f"{rest.rstrip()}\n\n".lstrip() + "\n".join(lines) + "\n"
+    try:
+        _read_toml(added)
+    except InvalidSetting:  # such as an inline table, which cannot be extended
+        raise InvalidSetting(f"[mcp_servers.{SERVER}] cannot follow mcp_servers as it is written") from None
+    return added
 
 
 def _string(text: str) -> str:
@@ -84,7 +113,10 @@ def _string(text: str) -> str:
 
 
 def _remove_toml(text: str) -> str:
-    return _BLOCK.sub("\n", text).lstrip("\n")
+    rest = _BLOCK.sub("\n", text).lstrip("\n")
+    if _read_toml(rest) is not None:
+        raise InvalidSetting(f"[mcp_servers.{SERVER}] was written by somebody else: remove it yourself")
+    return rest
 
 
 # ---- programs whose settings are JSON ----------------------------------------------------------------
@@ -98,19 +130,13 @@ def _json_program(
     def parsed(text: str) -> dict[str, Any]:
         try:
             found = json.loads(text or "{}")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidSetting(f"the settings are not plain JSON: {error}") from None
-        if not isinstance(found, dict) or not isinstance(found.get(section, {}), dict):
-            raise InvalidSetting(f"the settings are not an object with an object {section!r}")
-        return found
+        _entry_of(found, section)
+        return cast("dict[str, Any]", found)
 
     def read(text: str) -> ServerEntry | None:
-        found = parsed(text).get(section, {}).get(SERVER)
-        if found is None:
-            return None
-        command = found.get("command", "")
-        whole = command if isinstance(command, list) else [command, *found.get("args", ())]
-        return ServerEntry(whole, found.get("env") or found.get("environment") or {})
+        return _entry_of(parsed(text), section)
 
     def add(text: str, entry: ServerEntry) -> str:
         settings = parsed(text)

@@ -18,7 +18,7 @@ from postroom.core.names import scoped, unscoped
 from postroom.core.tokens.provider_headers import Observed
 from postroom.engine.message_input import Prepared, stored
 from postroom.engine.messages import body_of, checked_message_id, digest_of, unknown_message
-from postroom.engine.rules import bodies, ordering, outcomes, storage
+from postroom.engine.rules import bodies, holds, ordering, outcomes, storage
 from postroom.engine.rules.admission import ALL, Admission
 from postroom.engine.rules.cells import (
     DEPENDANTS,
@@ -359,7 +359,13 @@ class Operations:
     def resume(self, org_id: str, type_name: str) -> None:
         """End a pause."""
         PAUSES.put(self.transaction, None, org_id, type_name)
-        self.transaction.alert("Resumed", _scope(org_id, type_name), queue_of(org_id))
+        said, queue = _scope(org_id, type_name), queue_of(org_id)
+        if any(paused == org_id for paused, _ in holds.paused(self.transaction)):
+            self.transaction.emit(
+                "alert", queue, error_type="Resumed", error=said
+            )  # but not all of it is over
+        else:
+            self.transaction.alert("Resumed", said, queue)
 
     def unpark(self, type_name: str, org_id: str, after: str = "") -> str | None:
         """Put messages of a type that was paused into their lanes, after a key of `PARKED`.

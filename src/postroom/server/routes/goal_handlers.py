@@ -45,10 +45,7 @@ from postroom.stores.transaction import Transaction
 
 
 async def decisions(server: TaskServer, request: HttpRequest) -> DecisionsAnswer:
-    found = await server.engine.decisions.list()
-    identity = request.identity
-    visible = [one for one in found if permit(identity, "decision.read", of_organization(one.org_id))]
-    return DecisionsAnswer(visible)
+    return DecisionsAnswer(await server.engine.decisions.list(org_id=visible_org(request.identity)))
 
 
 async def decision(server: TaskServer, request: HttpRequest) -> Decision:
