@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from postroom import Breaker, Engine, Policy
+from postroom.calls.fields import RESULT_BYTES_MAX
 from postroom.calls.submit import SubmitFields
 from postroom.core.lifecycle.retry import Retry
 from postroom.engine.message_input import FIELDS
@@ -281,7 +282,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@pytest.mark.parametrize("outcome", ["x" * 100_000, object(), float("nan")], ids=["long", "object", "nan"])
+@pytest.mark.parametrize(
+    "outcome", ["x" * RESULT_BYTES_MAX, object(), float("nan")], ids=["long", "object", "nan"]
+)
 def test_outcome_of_an_effect_that_cannot_be_kept_is_not_run_again(tmp_path: Path, outcome: Any) -> None:
     calls: list[int] = []
 
