@@ -90,3 +90,13 @@ def test_an_id_cannot_leave_its_place_in_the_path(name: str) -> None:
     with pytest.raises(InvalidMessage, match="has no slash"):
         quoted(name)
     assert quoted("a?b#c%") == "a%3Fb%23c%25"
+
+
+@pytest.mark.parametrize(
+    "fact", ["r" * 100_000, "\u0001" * 100_000, ["r" * 5_000] * 9, {f"k{n}": n for n in range(9_000)}]
+)
+def test_message_whose_facts_are_longer_than_a_page_is_cut(fact: Any) -> None:
+    long = Excerpt("m1", "1", "eve", "hello", {"kind": "answer", "reply_to": fact}, "postroom://messages/m1")
+    found = page([long, entry(2)])
+    assert found["ids"][0] == "m1"
+    assert len(in_lines(fitted(found))) <= ANSWER_CHARS_MAX

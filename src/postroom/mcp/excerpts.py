@@ -59,9 +59,13 @@ class Excerpt(msgspec.Struct, frozen=True):
         if len(encoded(fields)) <= PAGE_CHARS_MAX:
             return fields
         text = self.body if isinstance(self.body, str) else encoded(self.body)
-        clipped = fields | {"clipped": True, "chars": len(text), "whole": self.uri}
+        head = fields | {"body": ""}
+        if len(encoded(head)) > PAGE_CHARS_MAX // 2:  # others write the facts, too
+            head = _cut(head, VALUE_CHARS[-1]) | {"id": self.id}
+        clipped = head | {"clipped": True, "chars": len(text), "whole": self.uri}
         left = PAGE_CHARS_MAX
-        while len(encoded(clipped)) > PAGE_CHARS_MAX:
+        clipped["body"] = text[:left]
+        while left and len(encoded(clipped)) > PAGE_CHARS_MAX:
             left = left * 3 // 4  # escaping makes a text longer
             clipped["body"] = text[:left]
         return clipped
