@@ -10,11 +10,16 @@ import pytest
 
 from postroom.contracts.audit import Audit
 from postroom.errors import InvalidMessage
-from postroom.pipeline.report.flames import profile_of
+from postroom.pipeline.report.flames import profile_of, svg_file
 from postroom.server.folder.shipping import Sources, opened
 from postroom.settings import AuditSettings
 from tests.engines import EngineUnderTest
 from tests.waiting import HANG_GUARD_S
+
+LIGHT = (
+    "import sys; sys.modules.update(jinja2=None, markupsafe=None); from postroom.cli.main import main; main()"
+)
+"""The command without packages that only an extra brings."""
 
 
 def worked(tmp_path: Path) -> Path:
@@ -52,11 +57,15 @@ def test_flame_graph_has_the_time_of_the_messages_of_a_goal_without_spark(tmp_pa
         audit.goal("g2")
 
 
+def test_flame_graph_of_messages_that_have_not_ended_is_one_frame() -> None:
+    assert svg_file(profile_of("g1", [])).count("<rect") == 1
+
+
 def test_flame_command_writes_svg_and_speedscope(tmp_path: Path) -> None:
     folder = worked(tmp_path)
 
     def flame(*words: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "postroom.cli.main", "--json", "audit", "flame", str(folder), *words]
+        command = [sys.executable, "-c", LIGHT, "--json", "audit", "flame", str(folder), *words]
         return subprocess.run(command, capture_output=True, text=True, timeout=HANG_GUARD_S, check=False)
 
     for name in ("g1.svg", "g1.json"):

@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from xml.etree import ElementTree as ET
 
 import pytest
 from playwright.sync_api import APIResponse, Browser, BrowserContext, Page, Route, expect, sync_playwright
@@ -207,6 +208,7 @@ def test_callers_of_one_organization_see_only_that_one(world: PageWorld, browser
     assert {one["org_id"] for one in seen("/page/dead-letters")["letters"]} == {"beta"}
     assert [one["org_id"] for one in seen("/page/overview")["organizations"]] == ["beta"]
     assert (seen("/page/goals")["goals"], seen("/page/goals/launch")) == ([], 404)
+    assert seen("/page/goals/launch/flame.svg") == seen(f"/page/messages/{world.parent_id}/flame.svg") == 404
     assert (seen("/page/decisions")["decisions"], seen("/page/agents")["mail"]) == ([], None)
     forged = {"message_ids": [world.parent_id], "is_preview": False}
     assert call(world, "POST", "/page/replay", forged, cookie=cookie, x_csrf_token=csrf)[0] == 404
@@ -589,6 +591,24 @@ def test_a_rule_that_holds_messages_is_shown_and_removed(world: PageWorld, page:
     expect(page.get_by_text("The rule is removed.")).to_be_visible()
     expect(rules).to_have_count(0)
     assert world.wait(world.engine.decisions.rules()) == []
+
+
+def test_views_of_goals_and_messages_show_where_the_time_went(world: PageWorld, page: Page) -> None:
+    def frames(path: str) -> set[str]:
+        status, body, headers = call(world, "GET", path, authorization=f"Bearer {world.token}")
+        assert (status, headers["content-type"]) == (200, "image/svg+xml")
+        assert "script-src" not in headers["content-security-policy"]
+        hints = [one.text or "" for one in ET.fromstring(body).iter() if one.tag.endswith("}title")]  # noqa: S314 - ours
+        return {hint.partition("\n")[0] for hint in hints}
+
+    parent = world.parent_id
+    assert frames("/page/goals/launch/flame.svg") >= {"launch", "tool_call"}
+    assert frames(f"/page/messages/{parent}/flame.svg") >= {parent, "tool_call", "model_call"}
+    for view in ("goals/launch", f"messages/{parent}"):
+        page.goto(f"{world.url}/#/{view}")
+        image = page.get_by_role("img", name="Flame graph")
+        expect(image).to_be_visible()
+        assert image.evaluate("image => image.decode().then(() => image.naturalHeight > 0)")
 
 
 def test_a_goal_is_rolled_back_after_a_preview(world: PageWorld, page: Page) -> None:

@@ -138,6 +138,8 @@ class Planted:
             f"/page/messages/{one}" for one in (self.ended, self.dead, self.held)
         ]
         filled["/page/goals/{id}"] = ["/page/goals/goal", "/page/goals/merging"]
+        for one in ("/page/messages/{id}", "/page/goals/{id}"):
+            filled[f"{one}/flame.svg"] = [f"{path}/flame.svg" for path in filled[one]]
         filled["/page/agents/{agent}/tasks"] = ["/page/agents/ada/tasks"]
         filled["/page/tasks/{id}"] = [f"/page/tasks/{one}" for one in self.tasks]
         filled["/page/buses/{name}"] = ["/page/buses/team"]

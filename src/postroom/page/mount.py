@@ -25,7 +25,7 @@ from postroom.calls.fields import Text
 from postroom.calls.goals import Answer
 from postroom.calls.verb import EVENT_STREAM, TEXT, Route
 from postroom.core.gate import of_organization, permit, visible_org
-from postroom.page import buses, goals, letters, messages, tasks
+from postroom.page import buses, flames, goals, letters, messages, tasks
 from postroom.page.live import Live
 from postroom.page.redaction import REDACTOR
 from postroom.page.reports import Reports
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "/page/"
 STATIC: Final = "/page/static/"
+IMAGE: Final = "image/svg+xml"
 CSRF_HEADER: Final = b"x-csrf-token"
 POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -239,6 +240,7 @@ class PageMount:
             _read("/page/stream", self._stream, "engine.read", StreamQuery, answers=EVENT_STREAM),
             _read("/page/messages", messages.find, "message.list", messages.MessagesViewQuery),
             _read("/page/messages/{id}", messages.show, "message.read"),
+            _read("/page/messages/{id}/flame.svg", flames.of_message, "message.read", answers=IMAGE),
             _change("/page/messages/{id}/cancel", messages.cancel, "message.cancel"),
             _change("/page/messages/{id}/retry", messages.retry, "letter.replay"),
             _read("/page/dead-letters", letters.find, "letter.list", letters.LettersViewQuery),
@@ -248,6 +250,7 @@ class PageMount:
             _change("/page/rules/{id}/forget", goal_handlers.forget_rule, "decision.answer"),
             _read("/page/goals", goals.goals, "goal.read"),
             _read("/page/goals/{id}", goals.goal, "goal.read"),
+            _read("/page/goals/{id}/flame.svg", flames.of_goal, "goal.read", answers=IMAGE),
             _change("/page/goals/{id}/rollback", goals.rollback, "goal.rollback", goals.RollbackBody),
             _read("/page/agents", tasks.agents, "agent.list"),
             _read("/page/agents/{agent}/tasks", tasks.find, "task.list", tasks.TasksQuery),

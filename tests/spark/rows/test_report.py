@@ -194,7 +194,7 @@ def test_every_plot_has_words_and_a_table() -> None:
         (duration(999), "999 µs"), (duration(1_530), "1.53 ms"), (duration(60_000_000), "1 min"),
         (count(9_999), "9,999"), (count(12_345), "12.3 k"), (share(0.9999), "99.9 %"), (share(1), "100 %"),
         (money(Decimal("1234.5")), "$1,234.50"), (money(Decimal("0.000012")), "$0.000012"),
-        (esc("<a b='c'>\x07"), "&lt;a b=&#39;c&#39;&gt;\N{REPLACEMENT CHARACTER}"),
+        (esc("<a b='c'>\x07"), "&lt;a b=&#x27;c&#x27;&gt;\N{REPLACEMENT CHARACTER}"),
     ],
 )  # fmt: skip
 def test_values_are_formatted_for_people(said: str, value: str) -> None:

@@ -455,11 +455,8 @@ def flame(
         raise click.UsageError("give one of --goal and --trace")
     if out is None or out.suffix not in (".svg", ".json"):
         raise click.UsageError("--out names an .svg or a .json file")
-    try:
-        from postroom.pipeline.report.flames import profile_of, speedscope, svg_file
-    except ModuleNotFoundError as error:
-        missing = f"flame graphs need {error.name}, which is not installed: pip install 'postroom[spark]'"
-        raise click.ClickException(missing) from None
+    from postroom.pipeline.report.flames import profile_of, speedscope, svg_file
+
     audit = _audit(shell, folder)
     spans = audit.goal(goal_id) if goal_id is not None else audit.trace(str(trace_id))
     profile = profile_of(str(goal_id or trace_id), spans)

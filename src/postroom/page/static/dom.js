@@ -121,6 +121,14 @@ export function code(text, label) {
   return h("pre", { class: "data", tabindex: "0", "aria-label": label + " as text", dir: "ltr" }, text);
 }
 
+let drawn = 0;
+
+// A flame graph of the server. It is fetched again for each drawing of a view; alone, it has tooltips.
+export function flame(path) {
+  const alt = "Flame graph: the time of each type of message, below that of its parent";
+  return h("p", {}, h("a", { href: path, target: "_blank", rel: "noopener" }, h("img", { class: "flame", src: path + "#" + ++drawn, alt })));
+}
+
 const SELDOM_MS = 2500;
 
 // Calls a function that loads something, but not again before a while has passed since it ended.

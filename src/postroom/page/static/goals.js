@@ -1,7 +1,7 @@
 // Goals with checkpoints, branches and rollback, and operations that hold each other up.
 
 import { get, post } from "./api.js";
-import { ask, code, complain, h, link, messageLink, notify, number, replace, section, seldom, state, table, time } from "./dom.js";
+import { ask, code, complain, flame, h, link, messageLink, notify, number, replace, section, seldom, state, table, time } from "./dom.js";
 
 export async function show(content, { isCurrent, fail }) {
   const place = h("div");
@@ -115,6 +115,7 @@ function draw({ goal, checkpoints, effects, context, branch }, rollback, operate
   ];
   return [
     h("dl", { class: "facts" }, facts.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, value)))),
+    section("Time", flame("/page/goals/" + encodeURIComponent(goal.goal_id) + "/flame.svg")),
     section("Checkpoints", table("Checkpoints, the oldest first", columns, checkpoints, { hideCaption: true, empty: "The goal has ended, and its checkpoints are gone." })),
     section("Effects", table("Effects that were not undone, the oldest first", undone, effects, { hideCaption: true, empty: "There is no effect." })),
     section("Branch", table("Changes that the main graph does not have yet", changes, branch, { empty: "none." })),

@@ -1,7 +1,7 @@
 // One message: its life, its tree, its payload, its errors, who holds it, and what can be done with it.
 
 import { get, post } from "./api.js";
-import { ask, code, complain, h, link, messageLink, notify, number, replace, seconds, section, soon, state, table, time } from "./dom.js";
+import { ask, code, complain, flame, h, link, messageLink, notify, number, replace, seconds, section, soon, state, table, time } from "./dom.js";
 
 const REFRESH_MS = 300;
 
@@ -37,6 +37,7 @@ function draw(found, load) {
     section("Timeline", timeline(found)),
     found.errors.length > 0 && section("Errors", errors(found)),
     section("Tree", tree(found)),
+    section("Time", flame("/page/messages/" + encodeURIComponent(found.message_id) + "/flame.svg")),
     section("Payload", code(found.payload, "Payload")),
     found.result !== null && section("Result", code(found.result, "Result")),
     found.free !== null && section("Context and metadata", code(found.free, "Context and metadata")),

@@ -8,10 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from markupsafe import Markup
-
 from postroom.core.history.tracing import OPEN, Span
-from postroom.pipeline.report.plots import CALM, WIDTH, hint, svg
+from postroom.pipeline.report.plots import CALM, WIDTH, Drawing, hint, svg
 from postroom.pipeline.report.words import duration, esc, share
 
 ROW: Final = 21
@@ -92,14 +90,14 @@ def svg_file(profile: Profile) -> str:
     """A flame graph as a file of its own, with the style of the report."""
     drawn = flame_graph(profile, duration(profile.total_us), colours_of([profile]))
     style = (Path(__file__).parent / "style.css").read_text("utf-8")
-    head, body = str(drawn).split(">", 1)
+    head, body = drawn.split(">", 1)
     return f'{head} xmlns="http://www.w3.org/2000/svg"><style><![CDATA[{style}]]></style>{body}\n'
 
 
-def flame_graph(profile: Profile, said: str, colours: dict[str, int]) -> Markup:
+def flame_graph(profile: Profile, said: str, colours: dict[str, int]) -> Drawing:
     """Draw the root on top and the children below it. Width is time."""
     root = tree(profile)
-    placed = list(_place(root, 0.0, 0, WIDTH / max(1, root.total_us)))
+    placed = list(_place(root, 0.0, 0, WIDTH / max(1, root.total_us))) or [(root, 0.0, 0, float(WIDTH))]
     height = ROW * (1 + max(depth for _, _, depth, _ in placed)) + 2
     body = "".join(_drawn(node, x, depth, wide, root.total_us, colours) for node, x, depth, wide in placed)
     return svg(WIDTH, height, f"Flame graph of {profile.name}", said, body, "plot flame")

@@ -2,7 +2,7 @@
 
 Rule 1: the file stands alone. It loads nothing, and its own policy forbids it to: no script, font or image.
 Rule 2: every plot has a table of its numbers next to it, for readers who cannot see it.
-Rule 3: the template escapes every value. Only the drawings of `plots` and `flames` are Markup.
+Rule 3: the template escapes every value. Only a `Drawing` of `plots` and `flames` is inserted as it is.
 """
 
 import re
@@ -13,7 +13,6 @@ from importlib import resources
 from typing import Final, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-from markupsafe import Markup
 
 from postroom.pipeline.report import plots, words
 from postroom.pipeline.report.facts import (
@@ -30,7 +29,7 @@ from postroom.pipeline.report.facts import (
 )
 from postroom.pipeline.report.findings import SLA_GOOD, findings
 from postroom.pipeline.report.flames import colours_of, flame_graph
-from postroom.pipeline.report.plots import CALM, COLOURS, Cell, Period, Series
+from postroom.pipeline.report.plots import CALM, COLOURS, Cell, Drawing, Period, Series
 from postroom.pipeline.report.words import count, duration, moment, money, plural, share, width
 
 MATRIX_MAX: Final = 14  # rows, and columns
@@ -89,7 +88,7 @@ class Sheet(NamedTuple):
     """A framed part of a section."""
 
     title: str
-    plot: Markup | None = None
+    plot: Drawing | None = None
     legend: Sequence[tuple[str, str]] = ()
     """CSS classes and what they mean."""
     table: DataTable | None = None
@@ -164,7 +163,7 @@ def _template() -> Template:
         autoescape=True,
         undefined=StrictUndefined,
         keep_trailing_newline=True,
-        finalize=lambda value: value if isinstance(value, Markup) else words.printable(value),
+        finalize=lambda value: value if hasattr(value, "__html__") else words.printable(value),
     )
     formats = (words.count, words.duration, words.share, words.moment, words.day, words.label, words.plural)
     environment.filters |= {one.__name__: one for one in formats}
@@ -412,13 +411,13 @@ class PatternView(NamedTuple):
     words: list[tuple[str, bool]]
     """Parts of its text, and whether each is a mask of what differs."""
     meta: str
-    trend: Markup
+    trend: Drawing
 
 
 def _pattern(facts: ReportFacts, pattern: Pattern) -> PatternView:
     parts = [(part, _MASK.fullmatch(part) is not None) for part in _MASK.split(pattern.pattern)]
     trend = (
-        Markup()
+        Drawing()
         if facts.is_fine
         else plots.spark(
             _sparks(facts, pattern.hours),
@@ -514,7 +513,7 @@ class GoalView(NamedTuple):
 
     goal: GoalProfile
     text: str
-    plot: Markup
+    plot: Drawing
     table: DataTable
 
 

@@ -5,9 +5,8 @@ Rule: every value in a drawing passes through `esc`, numbers included. The templ
 
 from datetime import UTC, datetime
 from decimal import Decimal
+from html import escape
 from typing import Final
-
-from markupsafe import Markup, escape
 
 from postroom.pipeline.times import DAY_US, HOUR_US, MICROS_PER_S, MINUTE_US
 
@@ -33,7 +32,7 @@ def printable(value: object) -> str:
     )
 
 
-def esc(value: object) -> Markup:
+def esc(value: object) -> str:
     """Printable text for an element or a quoted attribute."""
     return escape(printable(value))
 
