@@ -285,6 +285,8 @@ class Traffic:
         message.say(t, "quarantined", "QUARANTINED", f',"error":"{POISON_LAPSES} workers did not survive it"')
         names = f'"message_id":"{message.names.message_id}"'
         add_event(message.feed, t, "alert", f',"detail":{{"name":"poison",{names}}}}}')
+        notice = ',"detail":{"alert":"poison","status":"firing","sink":"webhook","tries":1}}'
+        add_event(message.feed, t + S, "alert_sent", notice)
         return 0
 
     def _given_back(self, message: GeneratedMessage, t: int, waited_us: int, fate: str) -> tuple[int, int]:
