@@ -313,7 +313,8 @@ AUDIT_FIELD_MEANINGS = {
     "tokens_out": "output tokens",
     "cost_usd": "cost of the call",
     "body_bytes": "the length of the sent payload",
-    "payload": "the payload as text, redacted; encrypted if it begins with `enc:`",
+    "payload": "the payload as text, redacted; encrypted if it begins with `enc:`. With "
+    '`results = "full"`, `execution_completed` has the result here',
     "sender": "the sender",
     "recipient": "the addressed or receiving agent",
     "service": "the service of a breaker or a budget",

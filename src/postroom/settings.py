@@ -34,6 +34,7 @@ _WANTS: Final[dict[object, str]] = {Path: "a path", bool: "1 or 0, true or false
 
 Environment: TypeAlias = Literal["dev", "staging", "prod"]
 Redaction: TypeAlias = Literal["none", "medium", "full"]
+Results: TypeAlias = Literal["full", "digest", "off"]
 Seconds: TypeAlias = Annotated[
     float,
     Meta(gt=0, le=SECONDS_MAX, extra={"wants": f"a number of seconds above 0 and at most {SECONDS_MAX}"}),
@@ -155,6 +156,12 @@ class AuditSettings(msgspec.Struct, frozen=True, kw_only=True):
     payloads: Annotated[
         bool, "Whether events include the message bodies, after redaction.", "POSTROOM_AUDIT_PAYLOADS"
     ] = True
+    results: Annotated[
+        Results,
+        "What the event of a completed message says about its result: nothing, size and SHA-256, or also the "
+        "result itself, after redaction.",
+        "POSTROOM_AUDIT_RESULTS",
+    ] = "digest"
     seal_bytes: Annotated[
         int,
         Meta(gt=0, le=2**28),

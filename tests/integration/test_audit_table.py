@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from postroom.audit.reader import Segments
 from postroom.audit.shipper import BATCH_MAX
 from postroom.contracts.feeds import StoreFeed
 from postroom.core.formats.events import to_line
+from postroom.engine.agents.shown_results import shown_results
 from postroom.errors import ShippedElsewhere, StoreUnreachable
 from postroom.server.folder.audit_table import (
     READ_MAX,
@@ -87,7 +89,8 @@ def test_exported_lines_are_those_that_a_segment_sink_writes(
         shipping.once()
     export_table(table, tmp_path / "exported", SETTINGS)
     with Tasks.open(database) as tasks:
-        direct = StoreFeed(tasks.store, "tasks", outbox=None).read(0, 1_000)
+        results = partial(shown_results, whole=False)
+        direct = StoreFeed(tasks.store, "tasks", outbox=None, results=results).read(0, 1_000)
         assert lines_of(tmp_path / "exported") == [to_line(event) for event in direct]
 
 

@@ -9,10 +9,10 @@ import hashlib
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -42,6 +42,23 @@ Holds: TypeAlias = Callable[[AuditEvent], bool]
 """Whether a stream holds this event, or has removed it by retention."""
 
 
+RESULT_DIGEST: Final = "result_sha256"
+"""A fact of completed messages that redaction keeps. At level `full` its long numbers would be replaced."""
+
+
+class ShownResult(NamedTuple):
+    """What the stream says about the result of a completed message."""
+
+    facts: dict[str, Any]
+    """Added to the detail of the event."""
+    text: str
+    """The payload of the event; empty when only size and digest are shown."""
+
+
+ShowResults: TypeAlias = Callable[[Store, Sequence[Event]], Mapping[int, ShownResult]]
+"""Reads the results of messages, by the `seq` of their `execution_completed` events."""
+
+
 def _holds_all(_event: AuditEvent) -> bool:
     return True
 
@@ -49,16 +66,25 @@ def _holds_all(_event: AuditEvent) -> bool:
 class StoreFeed:
     """The events of a store, with `payloads` including the message payloads.
 
+    `results` reads what the events of completed messages say about their results.
+
     With an outbox, the store keeps every event until it is shipped. Without one, the feed only reads and
     writes nothing into the store.
     """
 
     def __init__(
-        self, store: Store, contract: events.Contract, *, outbox: Outbox | None, payloads: bool = True
+        self,
+        store: Store,
+        contract: events.Contract,
+        *,
+        outbox: Outbox | None,
+        payloads: bool = True,
+        results: ShowResults | None = None,
     ) -> None:
         self._store = store
         self._contract: events.Contract = contract
         self._payloads = payloads
+        self._results = results
         self._outbox = outbox
         self.source = f"{contract}:{store.identity()}"
         self._file_id = _file_id(store)
@@ -108,14 +134,23 @@ class StoreFeed:
             self._store.write(lambda transaction: transaction.alert("EventsMissing", text), makes_room=True)
         if self._outbox is not None and any(map(is_unreadable, found)):
             self._store.write(lambda transaction: quarantine_events(transaction, found), makes_room=True)
-        payloads: dict[int, bytes] = {}
+        payloads: dict[int, str] = {}
         if self._payloads:  # of `created` events; a purged message has none
             created = {event.message_id: event.seq for event in found if event.kind == "created"}
             stored = self._store.read(lambda transaction: transaction.records.payloads([*created]))
-            payloads = {created[message_id]: payload for message_id, payload in stored.items()}
-        source, contract = self.source, self._contract
+            payloads = {created[each]: payload.decode("utf-8", "replace") for each, payload in stored.items()}
+        if self._results is not None:
+            completed = [event for event in found if event.kind == "execution_completed"]
+            shown = self._results(self._store, completed)
+            payloads |= {seq: result.text for seq, result in shown.items()}
+            found = [
+                msgspec.structs.replace(event, detail={**event.detail, **shown[event.seq].facts})
+                if event.seq in shown
+                else event
+                for event in found
+            ]
         return [
-            events.of_store(event, source, contract, payloads.get(event.seq, b"").decode("utf-8", "replace"))
+            events.of_store(event, self.source, self._contract, payloads.get(event.seq, ""))
             for event in found
         ]
 
@@ -379,11 +414,14 @@ def redacted(redactor: Redactor, event: AuditEvent, *, whole_payloads: bool = Fa
     """Return the event with redacted texts. Ids and names stay; most events have no such text."""
     if not (event.payload or event.error or event.detail):
         return event
+    detail = _redacted_facts(redactor, event.detail) if event.detail else {}
+    if event.kind == "execution_completed" and RESULT_DIGEST in detail:
+        detail[RESULT_DIGEST] = event.detail[RESULT_DIGEST]
     return msgspec.structs.replace(
         event,
         payload=event.payload if whole_payloads or not event.payload else redactor.payload(event.payload),
         error=redactor.text(event.error) if event.error else "",
-        detail=_redacted_facts(redactor, event.detail) if event.detail else {},
+        detail=detail,
     )
 
 

@@ -277,6 +277,15 @@ class Records(ABC):
                 found[message_id] = UNREADABLE_PAYLOAD
         return found
 
+    def results(self, message_ids: Sequence[str]) -> dict[str, bytes]:
+        """The results of messages, without unknown ids and results that are missing or damaged."""
+        found = {}
+        for message_id in message_ids:
+            with suppress(UnreadableValue):
+                if (stored := self.load(message_id)) is not None and stored.result is not None:
+                    found[message_id] = stored.result
+        return found
+
     def heads(self, message_ids: Sequence[str]) -> list[Head]:
         """Records with the stored parts of their messages that a worker receives, without unknown ids."""
         found = [stored for message_id in message_ids if (stored := self.load(message_id)) is not None]

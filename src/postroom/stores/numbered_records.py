@@ -2,8 +2,10 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
+from postroom.errors import UnreadableValue
 from postroom.message import Record, Stored
 from postroom.stores.base import Head, Kept, Records, stored_message
 from postroom.stores.codec import Codec
@@ -34,6 +36,10 @@ class NumberedRecords(Records, Generic[L]):
         """Payloads by the numbers of their messages, as they are stored."""
 
     @abstractmethod
+    def sealed_results(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        """Results by the numbers of their messages, as they are stored, without messages that have none."""
+
+    @abstractmethod
     def numbered_heads(self, numbers: Sequence[int]) -> dict[int, Head]:
         """The heads of messages by their numbers."""
 
@@ -46,6 +52,14 @@ class NumberedRecords(Records, Generic[L]):
         opened = self._ledger.codec.open_payloads(self.sealed_payloads([*own]))
         found = {own[number]: payload for number, payload in opened.items()}
         return found | super().payloads([each for each in message_ids if each not in found])
+
+    def results(self, message_ids: Sequence[str]) -> dict[str, bytes]:
+        own = {number: each for each in message_ids if (number := self._ledger.known.own_number(each))}
+        found = {}
+        for number, result in self.sealed_results([*own]).items():
+            with suppress(UnreadableValue):
+                found[own[number]] = self._ledger.codec.open("result", number, result)
+        return found | super().results([each for each in message_ids if each not in found])
 
     def heads(self, message_ids: Sequence[str]) -> list[Head]:
         numbers = [self._ledger.known.own_number(message_id) for message_id in message_ids]

@@ -641,6 +641,16 @@ class StoreContract(ABC):
             assert stored is not None
             assert (stored.result, stored.record.state) == (b"first", "COMPLETED")
 
+    def test_results_of_many_messages_are_read_together(self, tmp_path: Path) -> None:
+        with self.opened(tmp_path, ManualClock()) as store:
+            first, second = put_in(store, 2)
+            insert(store, new(message_id="own"), new(message_id="waiting"))
+            for result, delivery in enumerate(claim(store, 3)):
+                complete(store, *held_by(delivery), b"%d" % result)
+            names = [first, second, "own", "waiting", "unknown"]
+            found = store.read(lambda transaction: transaction.records.results(names))
+            assert found == {first: b"0", second: b"1", "own": b"2"}
+
     def test_a_released_record_keeps_its_position(self, tmp_path: Path) -> None:
         with self.opened(tmp_path, ManualClock()) as store:
             first, second = put_in(store, 2)

@@ -140,7 +140,7 @@ class AuditEvent(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, kw_o
     """An exact amount: written as a JSON number and never converted to a float."""
     body_bytes: int = 0
     payload: str = ""
-    """The body as redacted text, or encrypted when it begins with `enc:`."""
+    """The body or the result as redacted text, or encrypted when it begins with `enc:`."""
     sender: str = ""
     recipient: str = ""
     service: str = ""

@@ -4,8 +4,8 @@ Rule 1: the shipper's feeds read the events, so they have the same numbers and i
         read rows from both.
 Rule 2: only requested values are computed. A filter is evaluated before a row exists, and one on `seq` or
         `source` before an event is read. A column that `.schema(...)` omits costs nothing, and without
-        `payload` no message of a store is opened. Spark passes a Python source its filters, but not its
-        columns.
+        `payload` no message of a store is opened, so `detail` has no digests of results. Spark passes a
+        Python source its filters, but not its columns.
 Rule 3: reading changes nothing: no cursor, no outbox, no file.
 Rule 4: events are redacted as the shipper redacts them, unless `redaction` says otherwise. Spark evaluates
         filters on fields that redaction may change, because a filter on the original value would reveal it.
@@ -45,6 +45,7 @@ from postroom.audit.shipper import BATCH_MAX, Feed
 from postroom.contracts.feeds import REDACTED, FileFeeds, StoreFeed, redacted
 from postroom.core.formats.events import AuditEvent
 from postroom.core.redaction import Redactor
+from postroom.engine.agents.shown_results import shown_results
 from postroom.errors import InvalidSetting, Unavailable
 from postroom.pipeline.ingest.filters import Condition, bounds_of, condition_of, sources_of
 from postroom.pipeline.schema import EVENTS, REQUIRED
@@ -156,7 +157,10 @@ class _Feeds:
         self._store: StoreFeed | None = None
         self._files = FileFeeds()
         if place.kind == "store":
-            self._store = StoreFeed(open_store(place.where), "tasks", outbox=None, payloads=place.payloads)
+            results = partial(shown_results, whole=False) if place.payloads else None
+            self._store = StoreFeed(
+                open_store(place.where), "tasks", outbox=None, payloads=place.payloads, results=results
+            )
         elif place.kind == "bus":
             self._files = FileFeeds(buses=[Path(place.where)])
         else:

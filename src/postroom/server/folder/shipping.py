@@ -26,6 +26,7 @@ from postroom.audit.shipper import Shipper
 from postroom.contracts.feeds import FileFeeds, StoreFeed, facts_of, outbox_of, redacted
 from postroom.core.formats.events import AuditEvent
 from postroom.core.redaction import DEFAULT_FIELDS, Level, Redactor, level_for
+from postroom.engine.agents.shown_results import shown_results
 from postroom.errors import InvalidSetting, PostroomError, ShippedElsewhere, WriteFailed
 from postroom.settings import AuditSettings
 from postroom.stores.base import Outbox
@@ -192,7 +193,8 @@ def store_feed(url: str, settings: AuditSettings, stream: str, stack: ExitStack)
         segment=stored.segment,
         head=stored.head,
     )
-    return StoreFeed(store, "tasks", outbox=outbox, payloads=settings.payloads)
+    shown = None if settings.results == "off" else partial(shown_results, whole=settings.results == "full")
+    return StoreFeed(store, "tasks", outbox=outbox, payloads=settings.payloads, results=shown)
 
 
 def _check_heads(folder: Path, stores: Iterable[StoreFeed]) -> None:

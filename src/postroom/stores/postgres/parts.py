@@ -94,6 +94,9 @@ class PostgresRecords(NumberedRecords[PostgresLedger]):
     def sealed_payloads(self, numbers: Sequence[int]) -> dict[int, bytes]:
         return dict(self._ledger.ask_records("payloads", (numbers,)))
 
+    def sealed_results(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        return dict(self._ledger.ask_records("results", (numbers,)))
+
     def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
         self._ledger.changes += 1
         for change in changes:

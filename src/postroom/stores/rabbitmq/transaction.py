@@ -352,6 +352,9 @@ class RabbitRecords(Records):
     def payloads(self, message_ids: Sequence[str]) -> dict[str, bytes]:
         return self._inner.payloads(message_ids)
 
+    def results(self, message_ids: Sequence[str]) -> dict[str, bytes]:
+        return self._inner.results(message_ids)
+
     def heads(self, message_ids: Sequence[str]) -> list[Head]:
         return self._inner.heads(message_ids)
 

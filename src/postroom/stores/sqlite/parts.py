@@ -109,6 +109,9 @@ class SqliteRecords(NumberedRecords[SqliteLedger]):
     def sealed_payloads(self, numbers: Sequence[int]) -> dict[int, bytes]:
         return dict(ask(self._ledger.cursor, sql.PAYLOADS, (carray_of(numbers),)))
 
+    def sealed_results(self, numbers: Sequence[int]) -> dict[int, bytes]:
+        return dict(ask(self._ledger.cursor, sql.RESULTS, (carray_of(numbers),)))
+
     def save(self, changes: Sequence[Change], events: Sequence[Event]) -> None:
         self._ledger.changes += 1
         rows: dict[str, list[tuple[Any, ...]]] = {}

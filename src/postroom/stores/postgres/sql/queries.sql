@@ -122,6 +122,9 @@ SELECT type, parent_message_id, key, delay_ns, ttl_ns, payload, result, trail FR
 -- name: payloads
 SELECT seq, payload FROM postroom.records WHERE seq = ANY(%s) AND name IS NULL
 
+-- name: results
+SELECT seq, result FROM postroom.records WHERE seq = ANY(%s) AND name IS NULL AND result IS NOT NULL
+
 -- name: insert
 INSERT INTO postroom.records ({record}, type, parent_message_id, key, delay_ns, ttl_ns, payload)
     VALUES (%s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s, %s,

@@ -81,6 +81,10 @@ STORED = (
     "SELECT type, parent_message_id, key, delay_ns, ttl_ns, payload, result, trail FROM records WHERE seq = ?"
 )
 PAYLOADS = "SELECT seq, payload FROM records WHERE seq IN (SELECT value FROM carray(?))"
+RESULTS = (
+    "SELECT seq, result FROM records WHERE seq IN (SELECT value FROM carray(?)) AND message_id IS NULL "
+    "AND result IS NOT NULL"
+)
 
 NEW = (
     f"INSERT INTO records ({RECORD_COLUMNS}, line, type, parent_message_id, key, delay_ns, ttl_ns, payload, "
