@@ -17,6 +17,9 @@ from postroom.core.health.facts import (
 from postroom.core.lifecycle.backpressure import CRITICAL, EMERGENCY, EMERGENCY_STAGE, HEAVY
 from postroom.message import Alert
 from postroom.server.telemetry.alerts import conditions_of
+from postroom.stores.alerts import all_alerts, change, note
+from postroom.stores.open import open_store
+from postroom.stores.transaction import Transaction
 
 NOW = 1_700_000_000 * MICROS_PER_S
 DAY_US = 86_400 * MICROS_PER_S
@@ -128,3 +131,23 @@ def test_pause_goes_on_until_the_last_one_of_its_organization_is_resumed() -> No
             [paused] = blocking.alerts()
             over.append(bool(paused.resolved_us))
     assert over == [False, True]
+
+
+def test_alert_that_is_over_makes_room_for_a_new_one() -> None:
+    store, names = open_store("memory://"), {f"org-{number}" for number in range(alerts.ALERTS_MAX)}
+
+    def add(*organizations: str) -> set[str]:
+        """Raise an alert of each organization; the organizations that have one then."""
+
+        def work(transaction: Transaction) -> set[str]:
+            for org_id in organizations:
+                note(transaction.cells, POISON, org_id, "m1", NOW)
+            return {alert.org_id for alert in all_alerts(transaction.cells)}
+
+        return store.write(work)
+
+    assert add(*names, "acme") == names
+    over = new(org_id="org-7")
+    store.write(lambda one: change(one.cells, over, lambda now: alerts.over(now, NOW + 5)))
+    assert add("acme") == names - {"org-7"} | {"acme"}
+    store.close()

@@ -44,12 +44,24 @@ def note(cells: Cells, name: str, org_id: str, text: str, now_us: int, place: st
     known = None if value is None else _decode(value)
     if ended is not None:
         after = None if known is None else alerts.over(known, now_us)
-    elif known is None and len(cells.page(ALERT, limit=alerts.ALERTS_MAX)) >= alerts.ALERTS_MAX:
+    elif known is None and not _has_room(cells):
         after = None
     else:
         after = alerts.raised(known, name, org_id, text, now_us, place)
     if after is not None:
         cells.put(ALERT, key, _encode(after))
+
+
+def _has_room(cells: Cells) -> bool:
+    """Whether a further alert fits. The one that has been over for the longest time makes room for it."""
+    found = all_alerts(cells)
+    if len(found) < alerts.ALERTS_MAX:
+        return True
+    over = [alert for alert in found if alert.resolved_us]
+    if over:
+        oldest = min(over, key=lambda alert: alert.resolved_us)
+        cells.put(ALERT, _key(oldest.name, oldest.org_id, oldest.place), None)
+    return bool(over)
 
 
 def _key(name: str, org_id: str, place: str) -> str:
