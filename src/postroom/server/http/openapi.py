@@ -43,8 +43,19 @@ def document(routes: Iterable[ServedRoute], version: str, open_paths: Collection
     encoded = msgspec.json.encode(built).decode()  # a default may be a tuple
     for name, shown in bodies.items():
         encoded = encoded.replace(f'"{_REF.format(name=name)}"', f'"{_REF.format(name=shown)}"')
-    found: dict[str, Any] = msgspec.json.decode(encoded)
+    found: dict[str, Any] = _with_lists(msgspec.json.decode(encoded))
     return found
+
+
+def _with_lists(schema: Any) -> Any:
+    """A pair as a list of two: tools read the `prefixItems` of a tuple in different ways."""
+    if isinstance(schema, list):
+        return [_with_lists(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "prefixItems" in schema:
+        schema = schema | {"items": schema["prefixItems"][0]}
+    return {name: _with_lists(value) for name, value in schema.items() if name != "prefixItems"}
 
 
 def body_name(body: type) -> str:
