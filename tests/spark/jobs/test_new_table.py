@@ -22,7 +22,7 @@ from tests.waiting import HANG_GUARD_S
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "howto" / "add-a-table.md"
 LINES_MAX = 40
-COPIED = ("src", "docs", "tools", "pyproject.toml")
+COPIED = ("tests", "src", "docs", "tools", "pyproject.toml")
 
 
 def block(language: str) -> str:
