@@ -1,5 +1,13 @@
 """When an alert is told, repeated and over."""
 
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace
 
@@ -15,11 +23,20 @@ from postroom.core.health.facts import (
     FolderFacts,
 )
 from postroom.core.lifecycle.backpressure import CRITICAL, EMERGENCY, EMERGENCY_STAGE, HEAVY
+from postroom.engine.rules.policy import Policy
+from postroom.logs import eventfiles
 from postroom.message import Alert
-from postroom.server.telemetry.alerts import conditions_of
+from postroom.pipeline.delta.storage import as_storage
+from postroom.pipeline.query.expectations import keep_breach
+from postroom.server.folder.diagnosis import facts_of_server
+from postroom.server.folder.layout import MAIL_FOLDER
+from postroom.server.telemetry.alerts import Alerter, conditions_of
 from postroom.stores.alerts import all_alerts, change, note
+from postroom.stores.memory import MemoryStore
 from postroom.stores.open import open_store
 from postroom.stores.transaction import Transaction
+from postroom.system.manual_clock import ManualClock
+from postroom.testing.faults import Crashed, Fault, FaultyStore
 
 NOW = 1_700_000_000 * MICROS_PER_S
 DAY_US = 86_400 * MICROS_PER_S
@@ -151,3 +168,101 @@ def test_alert_that_is_over_makes_room_for_a_new_one() -> None:
     store.write(lambda one: change(one.cells, over, lambda now: alerts.over(now, NOW + 5)))
     assert add("acme") == names - {"org-7"} | {"acme"}
     store.close()
+
+
+def test_breaches_and_waiting_events_of_mail_are_conditions_of_a_server(tmp_path: Path) -> None:
+    def mine() -> set[str]:
+        return conditions_of(diagnose(facts_of_server(tmp_path, None))).keys() & {
+            "Breach",
+            "Mail events wait",
+        }
+
+    assert mine() == set()
+    event = {"eventTime": "2026-01-01T00:00:00Z", "run": {"runId": "r"}}
+    kept = tmp_path / "tables" / keep_breach(as_storage(tmp_path / "tables"), event)
+    assert mine() == {"Breach"}
+    os.utime(kept, (0, 0))
+    assert mine() == set()
+    (tmp_path / MAIL_FOLDER).mkdir()
+    for _ in range(2):
+        (tmp_path / MAIL_FOLDER / eventfiles.GROWING).write_bytes(b"{}\n")
+        eventfiles.end_growing(tmp_path / MAIL_FOLDER)
+    assert mine() == {"Mail events wait"}
+
+
+# ---- seeded worlds -----------------------------------------------------------------------------------
+
+FAULTS: tuple[Fault, ...] = ("none", "none", "none", "crash", "lost_answer", "duplicate")
+SEEDS = 100
+
+
+class Died(BaseException):
+    """The process of a server ends between a notice and its outcome."""
+
+
+class AlertWorld:
+    """Alerts that begin and end while servers die, sinks refuse, and writes are lost."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        self.clock = ManualClock()
+        self.store = FaultyStore(MemoryStore(clock=self.clock), self._faults())
+        self.told: dict[str, list[dict[str, str]]] = {"webhook": [], "command": []}
+        self.is_calm = False
+
+    def _faults(self) -> Iterator[Fault]:
+        while not self.is_calm:
+            yield self.chance.choice(FAULTS)
+
+    def send(self, name: str, notice: bytes) -> str:
+        fate = (
+            "accepts"
+            if self.is_calm
+            else self.chance.choice(("accepts", "refuses", "dies before", "dies after"))
+        )
+        if fate in ("accepts", "dies after"):
+            self.told[name].append(json.loads(notice))
+        if fate.startswith("dies"):
+            raise Died
+        return "" if fate == "accepts" else "down"
+
+    def alert(self, name: str) -> None:
+        with suppress(Crashed):
+            self.store.write(lambda transaction: transaction.alert(name, "text", "org:acme"))
+
+    def serve(self) -> None:
+        """A server that sends what is owed, and perhaps dies meanwhile."""
+        sinks = {name: lambda notice, name=name: self.send(name, notice) for name in self.told}
+        server = Alerter(self.store, Policy(), Path(), sinks, place="here", check_every_s=float("inf"))
+        with suppress(Died, Crashed):
+            server.look()
+
+    def run(self) -> None:
+        for _ in range(30):
+            self.chance.choice((lambda: self.alert("Paused"), lambda: self.alert("Resumed"), self.serve))()
+            self.clock.advance(self.chance.choice((0.1, 3.0, 30.0)))
+        self.is_calm = True
+        for _ in range(4):
+            self.clock.advance(2 * alerts.RETRY_S_MAX)
+            self.serve()
+            self.alert("Resumed")
+
+
+def test_newest_state_of_an_alert_reaches_each_sink_under_crashes() -> None:
+    actions: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        world = AlertWorld(seed)
+        world.run()
+        known = world.store.read(lambda transaction: all_alerts(transaction.cells))
+        for name, told in world.told.items():
+            for one in known:
+                newest = max((int(notice["id"].rpartition("/")[2]) for notice in told), default=0)
+                assert (newest, one.sent[name], bool(one.resolved_us)) == (one.notice, one.notice, True), seed
+                assert told[-1]["status"] == "resolved", seed
+            ends = {notice["id"] for notice in told if notice["status"] == "resolved"}
+            begun = [identity.rsplit("/", 2)[1] for identity in ends]
+            assert len(begun) == len(set(begun)), (
+                seed
+            )  # one end of each beginning; a repeated notice has the same id
+            actions.update(notice["status"] for notice in told)
+    assert min(actions.values()) > SEEDS // 2

@@ -471,6 +471,15 @@ def _shipper(facts: Facts) -> Iterator[Finding]:
     yield Finding("shipper", "ok", shipped if _is_read(facts) else "")
 
 
+def _expectations(facts: Facts) -> Iterator[Finding]:
+    if facts.breach:
+        yield Finding(
+            "expectations", "warning", f"the tables of the pipeline break an expectation: {facts.breach}",
+            "reports over them may be wrong", f"postroom pipeline check --tables {facts.data}/tables",
+        )  # fmt: skip
+    yield Finding("expectations", "ok", "")
+
+
 def _tokens(facts: Facts) -> Iterator[Finding]:
     if facts.tokens is None:
         return
@@ -531,7 +540,7 @@ def _is_read(facts: Facts) -> bool:
 
 _CHECKS = (
     _environment, _permissions, _disk, _clock, _parts, _stores, _database, _encryption, _leases, _failures,
-    _backlog, _breakers, _shipper, _tokens, _certificate,
+    _backlog, _breakers, _shipper, _expectations, _tokens, _certificate,
 )  # fmt: skip
 """Each ends with what it says when all is well, which is dropped when it has found something."""
 

@@ -217,6 +217,8 @@ class Facts(msgspec.Struct, frozen=True):
     certificate: CertificateFacts | None = None
     """None without TLS."""
     mail_files_waiting: int = 0
+    breach: str = ""
+    """The newest file in which `pipeline check` says what broke an expectation, for an hour."""
     encryption: EncryptionFacts | None = None
     """None without encryption, and when nothing was read whole."""
     copies: tuple[str, ...] = ()

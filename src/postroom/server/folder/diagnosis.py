@@ -9,6 +9,7 @@ import platform
 import resource
 import socket
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import version
@@ -48,7 +49,14 @@ from postroom.errors import KeyMissing, PostroomError, StoreUnwritable, Unreadab
 from postroom.logs import eventfiles
 from postroom.message import Record, org_of
 from postroom.server.access.registry import Agents
-from postroom.server.folder.layout import DATABASE, MAIL_FOLDER, files_of, upgrade_copies
+from postroom.server.folder.layout import (
+    BREACHES_FOLDER,
+    DATABASE,
+    MAIL_FOLDER,
+    TABLES_FOLDER,
+    files_of,
+    upgrade_copies,
+)
 from postroom.server.folder.verification import DataCheck, Report
 from postroom.server.up.parts import States, part_states, read_states
 from postroom.settings import UpSettings
@@ -73,6 +81,7 @@ if TYPE_CHECKING:  # needs the extra of PostgreSQL
 
 LEASES_READ_MAX = 1_000
 FILES_READ_MAX = 10_000  # whose permissions are looked at
+BREACH_SHOWN_S = 3_600.0
 QUARANTINED_READ_MAX = 100  # rows of events that are counted
 MICROS_PER_S = 1_000_000
 MOUNTS = Path("/proc/mounts")
@@ -110,7 +119,8 @@ def facts_of_folder(data: Path, settings: UpSettings, *, deep: bool, report: Rep
         moved=MoveFacts(str(data / DATABASE), moved_to) if moved_to else None,
         faults=tuple(faults),
         tokens=_tokens(data),
-        mail_files_waiting=sum(not file.is_shipped for file in eventfiles.full_files(data / MAIL_FOLDER)),
+        mail_files_waiting=_mail_files_waiting(data),
+        breach=_breach(data),
         encryption=encrypted,
         copies=tuple(upgrade_copies(data)),
         checked=tuple(check.checked),
@@ -132,7 +142,21 @@ def facts_of_server(data: Path, certificate: Path | None) -> Facts:
         ),
         tokens=_tokens(data),
         certificate=_certificate(certificate),
+        mail_files_waiting=_mail_files_waiting(data),
+        breach=_breach(data),
     )
+
+
+def _mail_files_waiting(data: Path) -> int:
+    return sum(not file.is_shipped for file in eventfiles.full_files(data / MAIL_FOLDER))
+
+
+def _breach(data: Path) -> str:
+    """The names of these files begin with their time. A check without a breach writes none."""
+    newest = max((data / TABLES_FOLDER / BREACHES_FOLDER).glob("*.json"), default=None)
+    if newest is None or time.time() - newest.stat().st_mtime >= BREACH_SHOWN_S:
+        return ""
+    return str(newest)
 
 
 def environment() -> EnvironmentFacts:

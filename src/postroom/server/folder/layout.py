@@ -16,6 +16,8 @@ DATABASE = "queue.db"
 MAIL_FOLDER = "mail"
 AUDIT_FOLDER = "audit"
 TABLES_FOLDER = "tables"
+BREACHES_FOLDER = "_breaches"
+"""Below the tables: one file for each check of the pipeline that found a broken expectation."""
 REPORT_FILE = "report.html"
 
 _OWN_FILES = (DATABASE, registry.FILE_NAME, tokens.FILE_NAME)

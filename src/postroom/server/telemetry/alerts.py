@@ -31,6 +31,8 @@ CONDITIONS: Final[Mapping[str, str]] = {
     "tokens": "Token ends",
     "certificate": "Certificate ends",
     "server": "Part down",
+    "shipper": "Mail events wait",
+    "expectations": "Breach",
 }
 """The alert of each check of a server, as `doctor` makes it."""
 
