@@ -45,7 +45,7 @@ class Program(NamedTuple):
     remove: Callable[[str], str]
 
 
-class _Entry(msgspec.Struct):
+class _WrittenEntry(msgspec.Struct):
     """An entry of an MCP server as any of the programs writes it."""
 
     command: str | list[str] = ""
@@ -59,7 +59,7 @@ def _entry_of(settings: Any, section: str) -> ServerEntry | None:
     try:
         servers = msgspec.convert(settings, dict[str, Any]).get(section, {})
         found = msgspec.convert(servers, dict[str, Any]).get(SERVER)
-        entry = None if found is None else msgspec.convert(found, _Entry)
+        entry = None if found is None else msgspec.convert(found, _WrittenEntry)
     except msgspec.ValidationError as error:
         raise InvalidSetting(
             f"the settings are not an object with an object {section!r} of MCP servers: {error}"
