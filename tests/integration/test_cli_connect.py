@@ -11,6 +11,9 @@ from postroom.cli.connect.program_settings import PROGRAMS
 from postroom.server.access.registry import Agents
 from postroom.server.access.tokens import TokenRegistry
 from tests.integration.commandline import isolate, postroom
+from tests.smalldisk import fill, small_disk
+
+__all__ = ["small_disk"]
 
 
 @pytest.fixture(autouse=True)
@@ -98,3 +101,27 @@ def test_wrong_calls_give_a_one_line_error(tmp_path: Path) -> None:
     assert "--data DIR" in postroom("connect", "codex", "--agent", "planner").errors
     refused = postroom("connect", "codex", "--agent", "a/b", "--data", tmp_path / "run")
     assert (refused.code != 0, file_of("codex", tmp_path / "home").exists()) == (True, False)
+
+
+def test_settings_on_a_full_disk_are_kept_and_leave_no_valid_token(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(small_disk))
+    path = file_of("gemini", small_disk)
+    path.parent.mkdir()
+    path.write_text('{"theme": "dark"}')
+    fill(small_disk)
+    done = postroom("connect", "gemini", "--agent", "planner", "--data", tmp_path / "run")
+    assert (done.code != 0, "No space left" in done.errors.splitlines()[-1]) == (True, True)
+    assert path.read_text() == '{"theme": "dark"}'
+    assert TokenRegistry(tmp_path / "run").list() == []
+
+
+def test_unreadable_settings_of_one_program_hide_no_other(tmp_path: Path) -> None:
+    path = file_of("gemini", tmp_path / "home")
+    path.parent.mkdir(parents=True)
+    path.write_text("{ // mine\n}")
+    postroom("connect", "claude", "--agent", "planner", "--data", tmp_path / "run")
+    listed = postroom("connect", "list")
+    assert ([line["program"] for line in listed.lines], listed.code) == (["claude"], 0)
+    assert "not plain JSON" in listed.errors

@@ -115,7 +115,11 @@ def _connect(
         if not _agreed(path, before, after(HIDDEN, "…"), is_agreed=is_agreed):
             return
         made = call(CreateToken(role="agent", org=org, agent=agent))
-        _write(path, after(made.token, made.token_id))
+        try:
+            _write(path, after(made.token, made.token_id))
+        except (PostroomError, click.ClickException):  # nobody has the token
+            _revoke(shell, partial(call, RevokeToken(token_id=made.token_id)), made.token_id)
+            raise
         old_id = old and old.env.get(TOKEN_ID_VARIABLE)
         if old_id:
             _revoke(shell, partial(call, RevokeToken(token_id=old_id)), old_id)
@@ -183,7 +187,11 @@ def list_programs(shell: Shell, check: bool) -> None:
     rows = []
     for name, program in PROGRAMS.items():
         path = program.path(os.environ)
-        entry = _in_file(path, partial(program.read, _text(path)))
+        try:
+            entry = _in_file(path, partial(program.read, _text(path)))
+        except click.ClickException as error:  # the other programs are listed all the same
+            warn(shell.program, f"warning: {error.message}")
+            continue
         if entry is not None:
             works = {"works": _checked(entry) or "yes"} if check else {}
             rows.append({
@@ -240,7 +248,10 @@ def _in_file(path: Path, change: Callable[[], Any]) -> Any:
 def _write(path: Path, text: str) -> None:
     from postroom.system.atomic import replace_file
 
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(f"{path.parent} cannot be made: {error.strerror}") from None
     replace_file(path, text.encode(), "group")
 
 
