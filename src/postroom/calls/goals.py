@@ -52,7 +52,7 @@ class GoalAnswer(msgspec.Struct, frozen=True):
 
 
 class StartGoal(Verb, frozen=True, kw_only=True):
-    """Start a goal: its branch of the graph, its context and its first checkpoint.
+    """Start a goal, and create its graph branch, its context and its first checkpoint.
 
     Starting the same goal of the same organization again changes nothing.
     """
@@ -148,7 +148,7 @@ class ContextVersion(msgspec.Struct, frozen=True):
 
 
 class SetContext(OfGoal, frozen=True, kw_only=True):
-    """Replace the context of a goal, if it has the expected version. Returns the new version."""
+    """Replace the context of a goal by compare-and-set on its version. Returns the new version."""
 
     context: GoalContext
     expect_version: Annotated[Number, Meta(description="The version that was read.")]

@@ -169,7 +169,7 @@ class MessageList(msgspec.Struct, frozen=True):
 
     messages: list[MessageLine]
     cursor: str = ""
-    """Where the next page begins; empty at the end."""
+    """Cursor of the next page; empty on the last page."""
     reached: datetime | None = None
     """When the last message was accepted that was looked at; None at the end."""
 

@@ -29,7 +29,7 @@ def alerts() -> None:
 @where_options
 @click.pass_obj
 def list_alerts(shell: Shell, data: Path | None, url: str | None, token: str | None) -> None:
-    """List alerts that go on, and those that were over in the last seven days.
+    """List active alerts, and those resolved in the last seven days.
 
     \b
     Example:

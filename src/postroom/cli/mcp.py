@@ -72,7 +72,7 @@ def mcp(
         raise click.UsageError(f"--url needs a token: --token TOKEN, or ${TOKEN_VARIABLE}")
     if role == "agent" and data is not None and not (token or agent):
         raise click.UsageError("--role agent needs --agent NAME, the agent that you act as")
-    from postroom.mcp.greeting import greet
+    from postroom.mcp.handshake import greet
 
     first = greet()  # before the long imports
     try:

@@ -279,7 +279,7 @@ class DeadLetterCalls:
         return self._client.converted(answer, Replayed)
 
     def _replay_slowly(self, asked: messages.Replay, pause_s: float) -> Replayed:
-        """Ask which dead letters a replay would queue, and replay each of them by its id."""
+        """List the matching dead letters by a dry run, then replay each one by its id."""
         plan = page = self._replay(replace(asked, dry_run=True))
         seen, gone = 0, 0
         while page.message_ids:

@@ -84,7 +84,7 @@ class GoalCalls:
         return answer.context, answer.version
 
     def set_context(self, goal_id: str, value: Mapping[str, Any], expect_version: int) -> int:
-        """Replace the context, if it has the expected version. Returns the new version.
+        """Replace the context by compare-and-set on its version. Returns the new version.
 
         Raises `ContextChanged`. An answer that is lost is not asked for again, because a repeated change
         would be refused.

@@ -254,7 +254,7 @@ def stored(prepared: Prepared, inline_bytes_max: int) -> Envelope:
 
 
 def _digest_before(fields: Mapping[str, Any]) -> str:
-    """The digest of a message before its migration; empty when it has no type or no payload then."""
+    """Digest of the message as submitted, before any migration; empty if it lacked a type or a payload."""
     try:
         return digest_of(fields["type"], encoded("the payload", fields["payload"]))
     except (KeyError, AttributeError, InvalidMessage):

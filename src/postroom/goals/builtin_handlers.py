@@ -147,7 +147,7 @@ class BuiltIn:
         return reply
 
     async def _start_goal(self, message: Message) -> None:
-        """Start the goal of a save, if its sender named it and nobody has used the id for a goal."""
+        """Start the goal that the sender of a save named, unless a goal has used this id before."""
         goal_id, payload = message.goal_id, message.payload
 
         def is_wanted(operations: Operations) -> bool:

@@ -238,7 +238,7 @@ class Goals:
         return await context_of(self._commits, goal_id)
 
     async def set_context(self, goal_id: str, value: dict[str, Any], expect_version: int) -> int:
-        """Replace the context, if it has the expected version. Returns the new version."""
+        """Replace the context by compare-and-set on its version. Returns the new version."""
         checked = checked_context(value)
 
         def work(transaction: Transaction) -> int:

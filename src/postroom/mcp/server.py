@@ -16,7 +16,7 @@ from postroom.errors import NotAllowed, PostroomError
 from postroom.mcp import resources
 from postroom.mcp.backend import Backend
 from postroom.mcp.excerpts import fitted, in_lines
-from postroom.mcp.greeting import INSTRUCTIONS
+from postroom.mcp.handshake import INSTRUCTIONS
 from postroom.mcp.hints import explained
 from postroom.mcp.presence import Presence
 from postroom.mcp.tools import TOOLS, Tool, checked_arguments, description_of, schema_of, tools_of

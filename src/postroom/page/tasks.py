@@ -104,7 +104,7 @@ class TaskRows(msgspec.Struct, frozen=True):
 
     tasks: list[TaskRow]
     cursor: str
-    """Where the next page begins; empty at the end."""
+    """Cursor of the next page; empty on the last page."""
     reached: datetime | None = None
     """The time up to which the list was searched; None at its end."""
 

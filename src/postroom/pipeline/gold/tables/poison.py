@@ -14,7 +14,7 @@ LAPSES_SUSPECT: Final = 2  # a message with at least this many lapsed leases is 
 
 
 def crashes(events: DataFrame, messages: DataFrame | None = None) -> DataFrame:
-    """One row for each message and day on which its lease lapsed, or on which it was quarantined."""
+    """One row per message and day with a lapsed lease or a quarantine of that message."""
     return (
         (events if messages is None else named(events, messages))
         .where(F.col("kind").isin("lease_lapsed", "quarantined") & F.col("message_id").isNotNull())
